@@ -1,0 +1,1 @@
+"""kvsteer, the endpoint picker: where each LLM request goes, and why."""

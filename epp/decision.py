@@ -1,0 +1,109 @@
+"""Decision: the outcome for one request and why: every filter, score and estimate. Pure records, rendered lazily.
+
+In: what the scheduler did (arrays are kept by reference, nothing is formatted on the hot path). Out: `as_dict` for the
+decision log and `/debug/decisions`; `epp.explain` prints it as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from epp.endpoint import Endpoint, Floats
+
+
+@dataclass(frozen=True, slots=True)
+class FilterTrace:
+    """One filter's effect: addresses that were there before and after it."""
+
+    name: str
+    before: int
+    kept: tuple[Endpoint, ...]
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ScorerTrace:
+    """One scorer's raw scores over the profile's final candidates, shape (n,), and its weight."""
+
+    name: str
+    weight: float
+    raw: Floats
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileTrace:
+    """One profile's run. `chosen` is empty when no candidate was left."""
+
+    name: str
+    filters: tuple[FilterTrace, ...]
+    candidates: tuple[Endpoint, ...]
+    scorers: tuple[ScorerTrace, ...]
+    totals: Floats
+    picker: str
+    chosen: tuple[Endpoint, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the picker expects at the chosen endpoint, to be held against what then happens."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes and why. `endpoints[0]` is the destination, the rest ordered fallbacks."""
+
+    request_id: str
+    model: str
+    api: str
+    at: float
+    """Seconds since the epoch."""
+    endpoints: tuple[Endpoint, ...]
+    profiles: tuple[ProfileTrace, ...]
+    estimate: Estimate
+    reasons: tuple[str, ...] = ()
+    """Why anything was done in a lesser way (a fallback, a plugin at fault, stale metrics), by fixed names."""
+    timing: Mapping[str, float] = field(default_factory=dict)
+    """Stage -> seconds."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain JSON-ready values; scores rounded to 6 digits."""
+        return {
+            "request_id": self.request_id,
+            "model": self.model,
+            "api": self.api,
+            "at": self.at,
+            "endpoints": [e.address for e in self.endpoints],
+            "estimate": {
+                "prompt_tokens": self.estimate.prompt_tokens,
+                "cached_tokens": self.estimate.cached_tokens,
+                "ttft_s": self.estimate.ttft_s,
+            },
+            "reasons": list(self.reasons),
+            "timing": {k: round(v, 6) for k, v in self.timing.items()},
+            "profiles": [_profile(p) for p in self.profiles],
+        }
+
+
+def _profile(trace: ProfileTrace) -> dict[str, Any]:
+    return {
+        "name": trace.name,
+        "filters": [
+            {"name": f.name, "before": f.before, "kept": [e.address for e in f.kept], "fault": f.fault}
+            for f in trace.filters
+        ],
+        "candidates": [e.address for e in trace.candidates],
+        "scorers": [
+            {"name": s.name, "weight": s.weight, "raw": [round(float(x), 6) for x in s.raw], "fault": s.fault}
+            for s in trace.scorers
+        ],
+        "totals": [round(float(x), 6) for x in trace.totals],
+        "picker": trace.picker,
+        "chosen": [e.address for e in trace.chosen],
+    }

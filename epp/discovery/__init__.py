@@ -1,0 +1,1 @@
+"""Who is in the pool: static lists, files, DNS."""

@@ -1,0 +1,223 @@
+"""Endpoints, the pool, and the live state of a pool as numpy columns.
+
+In: discovery adds and removes endpoints, signals write what a worker says of itself, the director counts what it sent.
+Out: `Candidates`, the view of the pool that filters and scorers see: objects and columns side by side, row for row.
+
+The pool keeps one row per endpoint in arrays that are grown by doubling, so a scorer over 544 endpoints is one vector
+expression. Counts live on the endpoint object (a request releases the very object it was counted on, even after the
+address left the pool and came back) and are mirrored into its row while it has one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Mask = NDArray[np.bool_]
+
+COLUMNS = (
+    "waiting",  # requests in the worker's queue, as last scraped; NaN unknown
+    "running",  # requests in the worker's running batch, as last scraped; NaN unknown
+    "kv_usage",  # share of KV blocks in use, 0..1, as last scraped; NaN unknown
+    "in_flight",  # requests this picker sent and has not seen end
+    "in_flight_tokens",  # uncached prompt tokens of those requests whose first token has not been seen
+    "unseen",  # requests this picker sent since the last scrape began, not ended: what the gauges cannot show yet
+    "scraped_at",  # time of the last good scrape, seconds of the picker's clock; -inf never
+    "prefill_rate",  # uncached prompt tokens per second, learned; NaN not yet
+    "ready_at",  # when the endpoint joined or came back, for slow start
+)
+
+
+class Endpoint:
+    """One address `ip:port` that serves requests. Compared by identity: an address gone and back is a new one."""
+
+    __slots__ = (
+        "address",
+        "available",
+        "block_size",
+        "cache_blocks",
+        "engine",
+        "host",
+        "in_flight",
+        "in_flight_tokens",
+        "labels",
+        "lora",
+        "models",
+        "name",
+        "pool",
+        "port",
+        "rank",
+        "row",
+        "unseen",
+    )
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        name: str = "",
+        labels: Mapping[str, str] | None = None,
+        rank: int = 0,
+        engine: str = "vllm",
+    ) -> None:
+        self.host = host
+        self.port = port
+        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.name = name or self.address
+        self.labels: Mapping[str, str] = dict(labels or {})
+        self.rank = rank
+        self.engine = engine
+        self.available = True
+        """False while health keeps it out of picking; counts and scrapes go on."""
+        self.models: frozenset[str] | None = None
+        """Model and adapter names it serves; None = unknown."""
+        self.lora: LoraState | None = None
+        self.block_size: int | None = None
+        self.cache_blocks: int | None = None
+        self.in_flight = 0
+        self.in_flight_tokens = 0
+        self.unseen = 0
+        self.pool: Pool | None = None
+        self.row = -1
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.address})"
+
+    def set(self, column: str, value: float) -> None:
+        """Write one live value of this endpoint (a name of `COLUMNS`); no effect once it left its pool."""
+        if self.pool is not None:
+            self.pool.columns[column][self.row] = value
+
+    def get(self, column: str) -> float:
+        """Read one live value; NaN once it left its pool."""
+        return float(self.pool.columns[column][self.row]) if self.pool is not None else math.nan
+
+    def count(self, *, requests: int, tokens: int, unseen: int = 0) -> None:
+        """Add to the own counts (negative to release)."""
+        self.in_flight += requests
+        self.in_flight_tokens += tokens
+        self.unseen += unseen
+        if self.pool is not None:
+            columns, row = self.pool.columns, self.row
+            columns["in_flight"][row] = self.in_flight
+            columns["in_flight_tokens"][row] = self.in_flight_tokens
+            columns["unseen"][row] = self.unseen
+
+
+@dataclass(frozen=True, slots=True)
+class LoraState:
+    """Adapters on a worker as scraped from `vllm:lora_requests_info`."""
+
+    running: frozenset[str]
+    waiting: frozenset[str]
+    max_adapters: int
+
+
+class Pool:
+    """The endpoints one picker steers. Mutated only on the event loop; `version` grows with each change of membership."""
+
+    def __init__(self, endpoints: Iterable[Endpoint] = ()) -> None:
+        self.version = 0
+        self.endpoints: list[Endpoint] = []
+        self.by_address: dict[str, Endpoint] = {}
+        self.columns: dict[str, Floats] = {name: np.full(16, _initial(name)) for name in COLUMNS}
+        self.update(add=endpoints)
+
+    def __len__(self) -> int:
+        return len(self.endpoints)
+
+    def update(self, *, add: Iterable[Endpoint] = (), remove: Iterable[Endpoint] = ()) -> None:
+        """Take endpoints out and in, in one stroke. Adding an address that is present is an error of the caller."""
+        for endpoint in remove:
+            if endpoint.pool is self:
+                self._remove(endpoint)
+        for endpoint in add:
+            self._add(endpoint)
+        self.version += 1
+
+    def _add(self, endpoint: Endpoint) -> None:
+        if endpoint.address in self.by_address:
+            raise ValueError(f"endpoint {endpoint.address} is already in the pool")
+        row = len(self.endpoints)
+        for name, column in self.columns.items():
+            if row == len(column):
+                column = self.columns[name] = np.concatenate([column, np.full(row, _initial(name))])
+            column[row] = _initial(name)
+        self.endpoints.append(endpoint)
+        self.by_address[endpoint.address] = endpoint
+        endpoint.pool, endpoint.row = self, row
+        endpoint.count(requests=0, tokens=0)
+
+    def _remove(self, endpoint: Endpoint) -> None:
+        """Close the gap with the last row, so that rows stay dense."""
+        last = self.endpoints.pop()
+        if last is not endpoint:
+            row = endpoint.row
+            for column in self.columns.values():
+                column[row] = column[last.row]
+            self.endpoints[row] = last
+            last.row = row
+        del self.by_address[endpoint.address]
+        endpoint.pool, endpoint.row = None, -1
+
+    def candidates(self, now: float, subset: frozenset[str] | None = None) -> Candidates:
+        """The endpoints a request may go to: available ones, and inside `subset` (of `ip:port`) when one is given."""
+        endpoints = self.endpoints
+        rows = [e.row for e in endpoints if e.available and (subset is None or e.address in subset)]
+        if len(rows) == len(endpoints):
+            return Candidates(self, tuple(endpoints), slice(0, len(endpoints)), now)
+        return Candidates(self, tuple(endpoints[r] for r in rows), np.array(rows, dtype=np.intp), now)
+
+
+def _initial(column: str) -> float:
+    if column in ("in_flight", "in_flight_tokens", "unseen"):
+        return 0.0
+    return -math.inf if column in ("scraped_at", "ready_at") else math.nan
+
+
+@dataclass(slots=True)
+class Candidates:
+    """The endpoints still in question for one request, as objects and as columns (one entry per endpoint, same order).
+
+    `candidates.column("waiting")` gives a float64 array of shape (n,), a snapshot to read, never to write. Iterating
+    gives `Endpoint` objects. `cached_tokens`, shape (n,): prompt tokens of this request each endpoint is believed to
+    hold (set by the prefix producer; zeros when nothing is known).
+    """
+
+    pool: Pool
+    endpoints: tuple[Endpoint, ...]
+    rows: slice | NDArray[np.intp]
+    now: float
+    cached_tokens: Floats = field(default_factory=lambda: np.zeros(0))
+
+    def __post_init__(self) -> None:
+        if len(self.cached_tokens) != len(self.endpoints):
+            self.cached_tokens = np.zeros(len(self.endpoints))
+
+    def __len__(self) -> int:
+        return len(self.endpoints)
+
+    def __iter__(self) -> Iterator[Endpoint]:
+        return iter(self.endpoints)
+
+    def __getitem__(self, index: int) -> Endpoint:
+        return self.endpoints[index]
+
+    def column(self, name: str) -> Floats:
+        """One live column for these candidates; `name` is one of `COLUMNS`."""
+        return self.pool.columns[name][self.rows]
+
+    def select(self, keep: Sequence[bool] | Mask) -> Candidates:
+        """The candidates where `keep` is true."""
+        mask = np.asarray(keep, dtype=np.bool_)
+        if mask.all():
+            return self
+        index = np.flatnonzero(mask)
+        rows = index if isinstance(self.rows, slice) else self.rows[index]
+        return Candidates(self.pool, tuple(self.endpoints[i] for i in index), rows, self.now, self.cached_tokens[index])

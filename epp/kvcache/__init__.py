@@ -1,0 +1,1 @@
+"""Block keys and what each endpoint is believed to hold."""

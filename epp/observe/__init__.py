@@ -1,0 +1,1 @@
+"""Metrics, decision log and the admin port."""

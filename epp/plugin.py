@@ -1,0 +1,159 @@
+"""The contracts a plugin author reads: Filter, Scorer, Picker, ProfileHandler, Producer; and the registry of types.
+
+A plugin is one file with one class. It names its type, types its parameters, and does one thing:
+
+    @dataclass(frozen=True, slots=True)
+    class Parameters:
+        threshold: int = 128
+
+    class LoadAware(Scorer[Parameters]):
+        \"\"\"Half a point for an empty queue, falling to zero at `threshold` waiting requests.\"\"\"
+
+        type = "load-aware-scorer"
+        Parameters = Parameters
+
+        def score(self, request, candidates):
+            full = self.parameters.threshold
+            return 0.5 * (1 - np.minimum(candidates.column("waiting"), full) / full)
+
+It is used from the configuration by its `type` (shipped plugins, and third parties through the entry-point group
+`kvsteer.plugins`) or as `module:Class`. The class docstring is the plugin's documentation: `kvsteer plugins` prints it
+with the table of parameters.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar, Generic, TypeVar
+
+from numpy.typing import NDArray
+
+from epp.endpoint import Candidates, Endpoint, Floats, Mask
+from epp.request import InferenceRequest
+
+__all__ = [
+    "Candidates",
+    "Endpoint",
+    "Filter",
+    "Floats",
+    "Handle",
+    "InferenceRequest",
+    "Mask",
+    "NoParameters",
+    "Outcome",
+    "Picker",
+    "Plugin",
+    "Producer",
+    "ProfileHandler",
+    "Scorer",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class NoParameters:
+    """For plugins that take none."""
+
+
+P = TypeVar("P")
+
+
+class Handle:
+    """What a plugin may ask of its surroundings while it is built and run."""
+
+    def __init__(self, *, random: Random, plugins: Mapping[str, Plugin[Any]] | None = None) -> None:
+        self.random = random
+        """The picker's seeded source of randomness; use no other."""
+        self.plugins: dict[str, Plugin[Any]] = dict(plugins or {})
+        """Every configured plugin by name; complete before the first request, whatever the order in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended, as far as the picker could see; None = not seen (response phases may be off)."""
+
+    status: int | None = None
+    first_token_s: float | None = None
+    """Seconds from the pick to the first response byte that carried content."""
+    duration_s: float | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    completion_tokens: int | None = None
+    aborted: bool = False
+    served: str = ""
+    """Address of the endpoint that really served, when the gateway told."""
+
+
+class Plugin(Generic[P]):
+    """What all plugins share. The optional hooks are called on the event loop and must not block."""
+
+    type: ClassVar[str]
+    Parameters: ClassVar[builtins.type[Any]] = NoParameters
+
+    def __init__(self, parameters: P, handle: Handle, name: str) -> None:
+        self.parameters = parameters
+        self.handle = handle
+        self.name = name
+
+    def picked(self, request: InferenceRequest, endpoints: Mapping[str, Endpoint]) -> None:
+        """After a decision: profile name -> the endpoint chosen in it."""
+
+    def response_headers(self, request: InferenceRequest, endpoints: Mapping[str, Endpoint]) -> Mapping[str, str]:
+        """Headers to add to the client's response."""
+        return {}
+
+    def finished(self, request: InferenceRequest, endpoint: Endpoint, outcome: Outcome) -> None:
+        """When the request is over, once, on every path."""
+
+    def removed(self, endpoint: Endpoint) -> None:
+        """When an endpoint left the pool."""
+
+
+class Producer(Plugin[P]):
+    """Computes, before any profile runs, what filters and scorers read (for example `candidates.cached_tokens`)."""
+
+    def produce(self, request: InferenceRequest, candidates: Candidates) -> None:
+        raise NotImplementedError
+
+
+class Filter(Plugin[P]):
+    """Says which candidates stay."""
+
+    def filter(self, request: InferenceRequest, candidates: Candidates) -> Sequence[bool] | Mask:
+        """One truth value per candidate, in order. All false ends the profile: no endpoint is left."""
+        raise NotImplementedError
+
+
+class Scorer(Plugin[P]):
+    """Rates candidates from 0 (worst) to 1 (best)."""
+
+    def score(self, request: InferenceRequest, candidates: Candidates) -> Sequence[float] | Floats:
+        """One score per candidate, in order. Values outside 0..1 are clipped; NaN counts as 'no opinion' (0)."""
+        raise NotImplementedError
+
+
+class Picker(Plugin[P]):
+    """Chooses from scored candidates."""
+
+    def pick(self, request: InferenceRequest, candidates: Candidates, scores: Floats) -> Sequence[int] | NDArray[Any]:
+        """Indices into `candidates`, best first: the pick and its ordered fallbacks; never empty."""
+        raise NotImplementedError
+
+
+class ProfileHandler(Plugin[P]):
+    """Says which profiles run, in what order, and which one's endpoint is the destination."""
+
+    def next_profiles(
+        self,
+        request: InferenceRequest,
+        profiles: Sequence[str],
+        results: Mapping[str, Sequence[Endpoint] | None],
+    ) -> Sequence[str]:
+        """Profiles to run now, given those that ran (None: it found no endpoint); empty = done."""
+        raise NotImplementedError
+
+    def primary(self, results: Mapping[str, Sequence[Endpoint] | None]) -> str | None:
+        """The profile whose endpoints are the destination; None when the request cannot be served."""
+        raise NotImplementedError

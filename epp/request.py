@@ -1,0 +1,100 @@
+"""InferenceRequest: one inference request as parsed.
+
+In: head and body of an HTTP request. Out: what picking needs to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Api(StrEnum):
+    """The inference API a path belongs to; `OTHER` is everything that is scheduled by load alone."""
+
+    COMPLETIONS = "completions"
+    CHAT = "chat"
+    RESPONSES = "responses"
+    CONVERSATIONS = "conversations"
+    EMBEDDINGS = "embeddings"
+    MESSAGES = "messages"
+    GRPC_GENERATE = "grpc-generate"
+    GRPC_EMBED = "grpc-embed"
+    OTHER = "other"
+
+
+class Headers:
+    """HTTP header fields: lower-case names, values as bytes, repeated names kept in order."""
+
+    __slots__ = ("_fields",)
+
+    def __init__(self, fields: Mapping[str, list[bytes]] | None = None) -> None:
+        self._fields: dict[str, list[bytes]] = dict(fields or {})
+
+    def add(self, name: str, value: bytes) -> None:
+        self._fields.setdefault(name.lower(), []).append(value)
+
+    def get(self, name: str, default: str = "") -> str:
+        """The first value as text; bytes outside UTF-8 become U+FFFD."""
+        values = self._fields.get(name)
+        return values[0].decode("utf-8", "replace") if values else default
+
+    def get_all(self, name: str) -> list[bytes]:
+        return self._fields.get(name, [])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """The head of a request as Envoy tells it."""
+
+    method: str
+    path: str
+    """`:path` as sent, with any query string."""
+    headers: Headers
+    subset: frozenset[str] | None = None
+    """Endpoints (`ip:port`, IPv6 bracketed) the gateway allows (`envoy.lb.subset_hint`); None = no hint, empty = none."""
+
+
+PromptItem = bytes | NDArray[np.uint32]
+"""One prompt: the bytes that identify its text (raw JSON of prompt or messages), or token ids of shape (tokens,)."""
+
+
+@dataclass(slots=True)
+class InferenceRequest:
+    """What a request asks for. Built by `epp.api`; read, not changed, by producers, filters, scorers and pickers."""
+
+    request_id: str
+    api: Api
+    model: str = ""
+    """The model the client named; empty when the API has none."""
+    target_model: str = ""
+    """The model the worker will be asked for (after a rewrite); equals `model` otherwise."""
+    stream: bool = False
+    prompts: tuple[PromptItem, ...] = ()
+    """One entry per prompt; empty = load-only scheduling."""
+    prompt_seed: bytes = b""
+    """What precedes the first block besides the model: tools, system or instructions that the worker renders first."""
+    cache_salt: str = ""
+    prompt_tokens: int = 0
+    """Prompt tokens over all prompts: exact where ids were sent, else bytes over four (see `tokens_exact`)."""
+    tokens_exact: bool = False
+    max_tokens: int | None = None
+    multimodal: bool = False
+    priority: int = 0
+    headers: Headers = field(default_factory=Headers)
+    subset: frozenset[str] | None = None
+    body_bytes: int = 0
+    session_id: str = ""
+    """A name of the conversation when the client gives one (`x-session-token`, `conversation`, `user` hints)."""
+    attributes: dict[str, object] = field(default_factory=dict)
+    """Scratch space of plugins for the life of this request, keyed by plugin name."""

@@ -1,0 +1,1 @@
+"""What each endpoint says of itself: metrics scraping, health seen in responses."""

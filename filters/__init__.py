@@ -1,0 +1,1 @@
+"""Filters: one a file. Each says which candidates of a request may stay."""
