@@ -120,7 +120,7 @@ class LoraState:
 
 
 class Pool:
-    """The endpoints one picker steers. Mutated only on the event loop; `version` grows with each change of membership."""
+    """The endpoints one picker steers. Mutated only on the event loop; `version` grows with each change of members."""
 
     def __init__(self, endpoints: Iterable[Endpoint] = ()) -> None:
         self.version = 0

@@ -90,6 +90,8 @@ class Plugin(Generic[P]):
     """What all plugins share. The optional hooks are called on the event loop and must not block."""
 
     type: ClassVar[str]
+    aliases: ClassVar[tuple[str, ...]] = ()
+    """Other names of the same type that existing configuration files use."""
     Parameters: ClassVar[builtins.type[Any]] = NoParameters
 
     def __init__(self, parameters: P, handle: Handle, name: str) -> None:

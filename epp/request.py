@@ -62,7 +62,7 @@ class RequestHead:
     """`:path` as sent, with any query string."""
     headers: Headers
     subset: frozenset[str] | None = None
-    """Endpoints (`ip:port`, IPv6 bracketed) the gateway allows (`envoy.lb.subset_hint`); None = no hint, empty = none."""
+    """Endpoints (`ip:port`, IPv6 bracketed) the gateway allows (`envoy.lb.subset_hint`); None: no hint."""
 
 
 PromptItem = bytes | NDArray[np.uint32]

@@ -48,7 +48,7 @@ class Session(Protocol):
         """
 
     def half_closed(self) -> bool:
-        """The peer will send no more. True: the server ends the RPC with OK once all is sent; False: `finish` will come."""
+        """The peer will send no more. True: end the RPC with OK once all is sent; False: `finish` comes."""
 
     def closed(self) -> None:
         """The RPC is over (ended, reset, connection lost, shutdown). Called exactly once; release everything here."""
