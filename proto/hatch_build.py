@@ -9,7 +9,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 
-class ProtoBuildHook(BuildHookInterface):  # type: ignore[misc]
+class ProtoBuildHook(BuildHookInterface[Any]):
     """Runs proto/compile.py for wheels and editable installs."""
 
     PLUGIN_NAME = "custom"
