@@ -53,7 +53,10 @@ class Endpoint:
         "port",
         "rank",
         "row",
+        "scrape_epoch",
+        "seen_epoch",
         "unseen",
+        "unseen_before_scrape",
     )
 
     def __init__(
@@ -83,6 +86,12 @@ class Endpoint:
         self.in_flight = 0
         self.in_flight_tokens = 0
         self.unseen = 0
+        self.scrape_epoch = 0
+        """Scrapes begun so far; a `Load` remembers the value at its pick."""
+        self.seen_epoch = 0
+        """Loads picked in an epoch below this one are in the gauges."""
+        self.unseen_before_scrape = 0
+        """How many of `unseen` were picked before the last scrape began."""
         self.pool: Pool | None = None
         self.row = -1
 
@@ -108,6 +117,59 @@ class Endpoint:
             columns["in_flight"][row] = self.in_flight
             columns["in_flight_tokens"][row] = self.in_flight_tokens
             columns["unseen"][row] = self.unseen
+
+    def acquire(self, tokens: int, now: float) -> Load:
+        """Count one request with `tokens` uncached prompt tokens at the moment of the pick; the token takes it back."""
+        self.count(requests=1, tokens=tokens, unseen=1)
+        return Load(self, tokens, now)
+
+    def scrape_began(self) -> None:
+        """A scrape's request goes out now. Scrapes of one endpoint never overlap."""
+        self.scrape_epoch += 1
+        self.unseen_before_scrape = self.unseen
+
+    def scrape_succeeded(self, now: float) -> None:
+        """The scrape that began last was answered: its gauges include whatever was picked before it began."""
+        self.count(requests=0, tokens=0, unseen=-self.unseen_before_scrape)
+        self.unseen_before_scrape = 0
+        self.seen_epoch = self.scrape_epoch
+        self.set("scraped_at", now)
+
+
+class Load:
+    """What one request weighs on one endpoint, from its pick to its end. Taken back exactly once, whatever happens.
+
+    It holds the endpoint object, so an address that left the pool and came back keeps its own counts. There is no
+    timeout: a generation may run for hours and is in flight until someone says it is not.
+    """
+
+    __slots__ = ("_epoch", "_open", "_tokens", "endpoint", "picked_at")
+
+    def __init__(self, endpoint: Endpoint, tokens: int, picked_at: float) -> None:
+        """Use `Endpoint.acquire`, which also counts."""
+        self.endpoint = endpoint
+        self.picked_at = picked_at
+        self._tokens = tokens
+        self._epoch = endpoint.scrape_epoch
+        self._open = True
+
+    def first_token(self) -> None:
+        """The prompt is computed: its tokens weigh no more, the request still does. Later calls do nothing."""
+        tokens, self._tokens = self._tokens, 0
+        if tokens:
+            self.endpoint.count(requests=0, tokens=-tokens)
+
+    def release(self) -> None:
+        """The request is over. Later calls do nothing."""
+        if not self._open:
+            return
+        self._open = False
+        endpoint, tokens = self.endpoint, self._tokens
+        self._tokens = 0
+        unseen = self._epoch >= endpoint.seen_epoch
+        if unseen and self._epoch < endpoint.scrape_epoch:
+            endpoint.unseen_before_scrape -= 1
+        endpoint.count(requests=-1, tokens=-tokens, unseen=-int(unseen))
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +274,19 @@ class Candidates:
     def column(self, name: str) -> Floats:
         """One live column for these candidates; `name` is one of `COLUMNS`."""
         return self.pool.columns[name][self.rows]
+
+    def fresh(self, max_age_s: float) -> Mask:
+        """True where the gauges were scraped within `max_age_s`. When that holds for none, staleness tells nothing
+        between them and all are true: a pool whose metrics stopped goes on serving by the picker's own counts.
+        """
+        mask: Mask = self.column("scraped_at") >= self.now - max_age_s
+        return mask if mask.any() else np.ones(len(self), dtype=np.bool_)
+
+    def ramp(self, duration_s: float) -> Floats:
+        """Slow start: from 0 for an endpoint that joined or came back now to 1 after `duration_s` seconds, linear."""
+        if duration_s <= 0:
+            return np.ones(len(self))
+        return np.clip((self.now - self.column("ready_at")) / duration_s, 0.0, 1.0)
 
     def select(self, keep: Sequence[bool] | Mask) -> Candidates:
         """The candidates where `keep` is true."""
