@@ -1,0 +1,16 @@
+"""Rules for the whole suite: under CI a skipped test is a failure, because this machine could have run it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    if os.environ.get("CI") != "true" or exitstatus != pytest.ExitCode.OK:
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and reporter.stats.get("skipped"):
+        reporter.write_line("skipped tests are failures under CI", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
