@@ -1,0 +1,117 @@
+"""Real vLLM workers on the CPU, for tests: started together, stopped by their process ids.
+
+The interpreter that has vLLM is named by KVSTEER_VLLM_PYTHON (`make test-vllm` sets it).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+START_S = 240.0
+"""Bound on one start: 12-30 s on an idle machine of two cores."""
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_TARGET_DEVICE": "cpu",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+
+
+def vllm_python() -> str:
+    """The interpreter that has vLLM."""
+    python = os.environ.get("KVSTEER_VLLM_PYTHON", "")
+    if not python:
+        raise RuntimeError("KVSTEER_VLLM_PYTHON is not set: run these tests with `make test-vllm`")
+    return python
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@dataclass
+class Worker:
+    """One running `vllm serve`."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://{self.address}{path}", timeout=30) as response:
+            return str(response.read().decode())
+
+    def metric(self, name: str) -> float:
+        """The sum over all series of one metric family member, 0 when it is absent."""
+        lines = (line for line in self.get("/metrics").splitlines() if line.startswith((name + "{", name + " ")))
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+@dataclass
+class Fleet:
+    """Workers that serve one model."""
+
+    model: Path
+    folder: Path
+    workers: list[Worker] = field(default_factory=list)
+
+    def start(self, count: int, *extra: str) -> None:
+        """Start so many workers at once and wait until all answer; on failure the log's end is in the error."""
+        for _ in range(count):
+            port = free_port()
+            log = self.folder / f"vllm-{port}.log"
+            command = [
+                vllm_python(), "-m", "vllm.entrypoints.openai.api_server",
+                "--model", str(self.model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
+                "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "8",
+                "--max-num-batched-tokens", "2048", "--block-size", "32", "--kv-cache-memory-bytes", "64M",
+                "--num-gpu-blocks-override", "512", "--distributed-executor-backend", "uni",
+                "--generation-config", "vllm", "--enable-prompt-tokens-details", *extra,
+            ]  # fmt: skip
+            with log.open("wb") as out:
+                process = subprocess.Popen(
+                    command, stdout=out, stderr=out, env=os.environ | ENVIRONMENT, start_new_session=True
+                )
+            self.workers.append(Worker(port, process, log))
+        deadline = time.monotonic() + START_S
+        for worker in self.workers:
+            self._wait(worker, deadline)
+
+    def _wait(self, worker: Worker, deadline: float) -> None:
+        while time.monotonic() < deadline and worker.process.poll() is None:
+            try:
+                worker.get("/health")
+                return
+            except (urllib.error.URLError, ConnectionError, TimeoutError):
+                time.sleep(0.3)
+        raise RuntimeError(f"vLLM did not start:\n{worker.log.read_text(errors='replace')[-4000:]}")
+
+    def stop(self) -> None:
+        for worker in self.workers:
+            if worker.process.poll() is None:
+                os.killpg(worker.process.pid, signal.SIGTERM)
+        for worker in self.workers:
+            try:
+                worker.process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(worker.process.pid, signal.SIGKILL)
+                worker.process.wait(5)
