@@ -257,6 +257,9 @@ class Candidates:
     rows: slice | NDArray[np.intp]
     now: float
     cached_tokens: Floats = field(default_factory=lambda: np.zeros(0))
+    expected_ttft: Floats | None = None
+    """Seconds to the first token expected of each endpoint, shape (n,), from the scorer that works it out (it sets this
+    while it scores); goes into the decision's estimate. None: nobody estimated."""
 
     def __post_init__(self) -> None:
         if len(self.cached_tokens) != len(self.endpoints):
@@ -272,8 +275,10 @@ class Candidates:
         return self.endpoints[index]
 
     def column(self, name: str) -> Floats:
-        """One live column for these candidates; `name` is one of `COLUMNS`."""
-        return self.pool.columns[name][self.rows]
+        """One live column for these candidates; `name` is one of `COLUMNS`. Read-only: writing to it raises."""
+        values = self.pool.columns[name][self.rows]
+        values.flags.writeable = False
+        return values
 
     def fresh(self, max_age_s: float) -> Mask:
         """True where the gauges were scraped within `max_age_s`. When that holds for none, staleness tells nothing

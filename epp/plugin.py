@@ -24,10 +24,11 @@ with the table of parameters.
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from numpy.typing import NDArray
 
@@ -36,6 +37,7 @@ from epp.request import InferenceRequest
 
 __all__ = [
     "Candidates",
+    "Duration",
     "Endpoint",
     "Filter",
     "Floats",
@@ -48,13 +50,38 @@ __all__ = [
     "Plugin",
     "Producer",
     "ProfileHandler",
+    "Range",
     "Scorer",
+    "Unit",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class NoParameters:
     """For plugins that take none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bounds of a number in `Parameters`, both inclusive: `threshold: Annotated[int, Range(min=1)] = 128`.
+
+    NaN and infinity are never accepted, with or without a range. A rule over several parameters belongs into
+    `__post_init__`, which raises ValueError with a sentence for the reader of the file.
+    """
+
+    min: float = -math.inf
+    max: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Unit of a parameter, for the documentation: `penalty: Annotated[float, Range(min=0), Unit("ms")] = 5000`."""
+
+    name: str
+
+
+Duration = Annotated[float, Range(min=0), Unit("duration")]
+"""Seconds, written in the file as a duration with units: `2s`, `500ms`, `1m30s`."""
 
 
 P = TypeVar("P")
@@ -93,6 +120,10 @@ class Plugin(Generic[P]):
     aliases: ClassVar[tuple[str, ...]] = ()
     """Other names of the same type that existing configuration files use."""
     Parameters: ClassVar[builtins.type[Any]] = NoParameters
+    """A frozen dataclass; a field `idle_threshold` is `idleThreshold` in the file. Types: bool, int, float, str,
+    Literal, list or tuple, dict with str keys, nested dataclasses, `| None`; annotated `Range`, `Unit`, `Duration`."""
+    ignored_parameters: ClassVar[Mapping[str, str]] = {}
+    """Parameters of existing files that have no effect here (spelled as in the file) -> why; they give a warning."""
 
     def __init__(self, parameters: P, handle: Handle, name: str) -> None:
         self.parameters = parameters
