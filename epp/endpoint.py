@@ -32,6 +32,12 @@ COLUMNS = (
     "ready_at",  # when the endpoint joined or came back, for slow start
 )
 
+ENGINES = ("vllm", "sglang", "trtllm-serve", "triton-tensorrt-llm")
+"""Serving engines whose metrics are understood, by the names of the field's engine-type label."""
+
+ENGINE_LABELS = ("llm-d.ai/engine-type", "inference.networking.k8s.io/engine-type")
+ROLE_LABEL = "llm-d.ai/role"
+
 
 class Endpoint:
     """One address `ip:port` that serves requests. Compared by identity: an address gone and back is a new one."""
@@ -67,7 +73,7 @@ class Endpoint:
         name: str = "",
         labels: Mapping[str, str] | None = None,
         rank: int = 0,
-        engine: str = "vllm",
+        engine: str = "auto",
     ) -> None:
         self.host = host
         self.port = port
@@ -76,6 +82,7 @@ class Endpoint:
         self.labels: Mapping[str, str] = dict(labels or {})
         self.rank = rank
         self.engine = engine
+        """One of `ENGINES`, or "auto" until a scrape has told."""
         self.available = True
         """False while health keeps it out of picking; counts and scrapes go on."""
         self.models: frozenset[str] | None = None

@@ -1,0 +1,205 @@
+"""Membership: the union of what all discovery sources say, applied to the pool in one stroke.
+
+In: each source publishes the whole set of endpoints it knows, whenever that changed. Out: `Pool.update`, and listeners
+told which endpoint objects joined and left. An endpoint that is still named by some source, at the same address and
+under the same name, stays the same object: its counts and history survive a reload, and new labels are put on it where
+it is. Another name at the same address is another worker: a new object.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+from epp.endpoint import ENGINE_LABELS, ENGINES, ROLE_LABEL, Endpoint, Pool
+
+log = logging.getLogger(__name__)
+
+ROLES = ("prefill", "decode", "both", "prefill-decode", "encode", "encode-prefill", "encode-prefill-decode")
+MAX_PORTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSpec:
+    """What a source knows of one endpoint. `host` is an IP address: Envoy is told `ip:port`, never a name."""
+
+    host: str
+    port: int
+    name: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    rank: int = 0
+
+
+Publish = Callable[[Sequence[EndpointSpec]], None]
+Listener = Callable[[Sequence[Endpoint], Sequence[Endpoint]], None]
+"""Called after each change with the endpoints that joined and those that left."""
+
+
+class Discovery(Protocol):
+    """A source of endpoints."""
+
+    name: str
+    """Unique among the sources of one pool; names it in logs."""
+    synced: bool
+    """It has published a complete answer once: before that the picker is not ready."""
+    counters: Counter[str]
+
+    async def start(self, publish: Publish) -> None:
+        """Begin to publish; returns at once, reports later troubles by log and counter."""
+
+    async def stop(self) -> None:
+        """End every task; what was published stays."""
+
+
+class Membership:
+    """Keeps one pool equal to the union of its sources. Where two name one address, the first in `start` wins."""
+
+    def __init__(self, pool: Pool, clock: Callable[[], float], listeners: Iterable[Listener] = ()) -> None:
+        self.pool = pool
+        self.listeners: list[Listener] = list(listeners)
+        self.counters: Counter[str] = Counter()
+        self._clock = clock
+        self._sources: list[Discovery] = []
+        self._known: dict[str, Sequence[EndpointSpec]] = {}
+
+    @property
+    def synced(self) -> bool:
+        return all(source.synced for source in self._sources)
+
+    async def start(self, sources: Sequence[Discovery]) -> None:
+        names = [source.name for source in sources]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"the discovery source {name} is given twice")
+        self._sources = list(sources)
+        self._known = dict.fromkeys(names, ())
+        for source in sources:
+            await source.start(partial(self.publish, source.name))
+
+    async def stop(self) -> None:
+        for source in self._sources:
+            await source.stop()
+
+    def publish(self, source: str, specs: Sequence[EndpointSpec]) -> None:
+        """Take the whole of what `source` knows now."""
+        self._known[source] = specs
+        wanted: dict[str, EndpointSpec] = {}
+        for known in self._known.values():
+            for spec in known:
+                wanted.setdefault(_address(spec.host, spec.port), spec)
+        joined: list[Endpoint] = []
+        left: list[Endpoint] = []
+        for endpoint in self.pool.endpoints:
+            spec_now = wanted.get(endpoint.address)
+            if spec_now is None or (spec_now.name or endpoint.address) != endpoint.name:
+                left.append(endpoint)
+            else:
+                del wanted[endpoint.address]
+                self._relabel(endpoint, spec_now)
+        for spec in wanted.values():
+            joined.append(
+                Endpoint(
+                    spec.host,
+                    spec.port,
+                    name=spec.name,
+                    labels=spec.labels,
+                    rank=spec.rank,
+                    engine=_engine(spec.labels),
+                )
+            )
+        slow_start = self.synced
+        self.pool.update(add=joined, remove=left)
+        if slow_start:
+            now = self._clock()
+            for endpoint in joined:
+                endpoint.set("ready_at", now)
+        self._report(source, joined, left)
+
+    def _relabel(self, endpoint: Endpoint, spec: EndpointSpec) -> None:
+        if endpoint.labels != spec.labels:
+            endpoint.labels = dict(spec.labels)
+            endpoint.engine = _engine(spec.labels)
+            self.counters["relabelled"] += 1
+        endpoint.rank = spec.rank
+
+    def _report(self, source: str, joined: list[Endpoint], left: list[Endpoint]) -> None:
+        if not joined and not left:
+            return
+        self.counters["joined"] += len(joined)
+        self.counters["left"] += len(left)
+        log.info("%s: %d endpoints joined, %d left, %d in the pool", source, len(joined), len(left), len(self.pool))
+        for listener in self.listeners:
+            listener(joined, left)
+
+
+def parse_host(text: str) -> str:
+    """An IP address in its canonical spelling; `localhost` is 127.0.0.1. ValueError otherwise."""
+    bare = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+    if bare == "localhost":
+        return "127.0.0.1"
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        raise ValueError(f"{text!r} is not an IP address (names are resolved by DNS discovery)") from None
+    if "%" in bare:
+        raise ValueError(f"{text!r} has a zone, which Envoy cannot be told")
+    return address.compressed
+
+
+def parse_ports(text: str) -> tuple[int, ...]:
+    """`8000` or `8000-8007`: the ports of one host, in order of rank. ValueError otherwise."""
+    first, dash, last = text.partition("-")
+    low = _port(first)
+    high = _port(last) if dash else low
+    if high < low:
+        raise ValueError(f"the port range {text} runs backwards")
+    if high - low >= MAX_PORTS:
+        raise ValueError(f"the port range {text} has more than {MAX_PORTS} ports")
+    return tuple(range(low, high + 1))
+
+
+def expand(host: str, ports: Sequence[int], name: str, labels: Mapping[str, str]) -> list[EndpointSpec]:
+    """One spec per port; several ports of one host are its data-parallel ranks 0, 1, ..., named `NAME-rank-N`."""
+    if len(ports) == 1:
+        return [EndpointSpec(host, ports[0], name, labels)]
+    return [
+        EndpointSpec(host, port, f"{name}-rank-{rank}" if name else "", labels, rank) for rank, port in enumerate(ports)
+    ]
+
+
+def check_role(role: str) -> str:
+    if role not in ROLES:
+        raise ValueError(f"the role {role!r} is none of {', '.join(ROLES)}")
+    return role
+
+
+def check_engine(engine: str) -> str:
+    if engine not in ENGINES and engine != "auto":
+        raise ValueError(f"the engine {engine!r} is none of auto, {', '.join(ENGINES)}")
+    return engine
+
+
+SHORT_LABELS: Mapping[str, tuple[str, Callable[[str], str]]] = {
+    "role": (ROLE_LABEL, check_role),
+    "engine": (ENGINE_LABELS[0], check_engine),
+}
+"""Short key of `--endpoint` and of the endpoint file -> the label it stands for, and its check."""
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _engine(labels: Mapping[str, str]) -> str:
+    return next((labels[key] for key in ENGINE_LABELS if key in labels), "auto")
+
+
+def _port(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and 1 <= int(text) <= 65535):
+        raise ValueError(f"{text!r} is not a port (1 to 65535)")
+    return int(text)
