@@ -29,6 +29,7 @@ COLUMNS = (
     "unseen",  # requests this picker sent since the last scrape began, not ended: what the gauges cannot show yet
     "scraped_at",  # time of the last good scrape, seconds of the picker's clock; -inf never
     "prefill_rate",  # uncached prompt tokens per second, learned; NaN not yet
+    "first_token_overhead",  # seconds to a first token besides prefill, learned; NaN not yet
     "ready_at",  # when the endpoint joined or came back, for slow start
 )
 
@@ -256,7 +257,9 @@ class Candidates:
 
     `candidates.column("waiting")` gives a float64 array of shape (n,), a snapshot to read, never to write. Iterating
     gives `Endpoint` objects. `cached_tokens`, shape (n,): prompt tokens of this request each endpoint is believed to
-    hold (set by the prefix producer; zeros when nothing is known).
+    hold (set by the prefix producer; zeros when nothing is known). `ttft_s`, shape (n,): expected seconds to the first
+    token, and `cost_s`: that plus what the choice costs the requests already there (both set by the `ttft-estimator`
+    producer; NaN when none ran).
     """
 
     pool: Pool
@@ -264,13 +267,21 @@ class Candidates:
     rows: slice | NDArray[np.intp]
     now: float
     cached_tokens: Floats = field(default_factory=lambda: np.zeros(0))
+<<<<<<< HEAD
     expected_ttft: Floats | None = None
     """Seconds to the first token expected of each endpoint, shape (n,), from the scorer that works it out (it sets this
     while it scores); goes into the decision's estimate. None: nobody estimated."""
+=======
+    ttft_s: Floats = field(default_factory=lambda: np.zeros(0))
+    cost_s: Floats = field(default_factory=lambda: np.zeros(0))
+>>>>>>> d6d9efe (Let a plugin say what it reads, so that producers are ordered and added by need; add expected first-token time to Candidates)
 
     def __post_init__(self) -> None:
-        if len(self.cached_tokens) != len(self.endpoints):
-            self.cached_tokens = np.zeros(len(self.endpoints))
+        n = len(self.endpoints)
+        if len(self.cached_tokens) != n:
+            self.cached_tokens = np.zeros(n)
+        if len(self.ttft_s) != n:
+            self.ttft_s = self.cost_s = np.full(n, math.nan)
 
     def __len__(self) -> int:
         return len(self.endpoints)
@@ -300,6 +311,14 @@ class Candidates:
             return np.ones(len(self))
         return np.clip((self.now - self.column("ready_at")) / duration_s, 0.0, 1.0)
 
+    def worst_if_unknown(self, name: str) -> Floats:
+        """A copy of `column(name)`, a load, where an unknown value counts as the largest known one; 0 if none is."""
+        values = self.column(name)
+        unknown = np.isnan(values)
+        if not unknown.any():
+            return values.copy()
+        return np.where(unknown, 0.0 if unknown.all() else np.nanmax(values), values)
+
     def select(self, keep: Sequence[bool] | Mask) -> Candidates:
         """The candidates where `keep` is true."""
         mask = np.asarray(keep, dtype=np.bool_)
@@ -307,4 +326,12 @@ class Candidates:
             return self
         index = np.flatnonzero(mask)
         rows = index if isinstance(self.rows, slice) else self.rows[index]
-        return Candidates(self.pool, tuple(self.endpoints[i] for i in index), rows, self.now, self.cached_tokens[index])
+        return Candidates(
+            self.pool,
+            tuple(self.endpoints[i] for i in index),
+            rows,
+            self.now,
+            self.cached_tokens[index],
+            self.ttft_s[index],
+            self.cost_s[index],
+        )

@@ -36,6 +36,7 @@ from epp.endpoint import Candidates, Endpoint, Floats, Mask
 from epp.request import InferenceRequest
 
 __all__ = [
+    "DEFAULT_PRODUCERS",
     "Candidates",
     "Duration",
     "Endpoint",
@@ -83,6 +84,12 @@ class Unit:
 Duration = Annotated[float, Range(min=0), Unit("duration")]
 """Seconds, written in the file as a duration with units: `2s`, `500ms`, `1m30s`."""
 
+DEFAULT_PRODUCERS: Mapping[str, str] = {
+    "cached_tokens": "approx-prefix-cache-producer",
+    "ttft_s": "ttft-estimator",
+    "cost_s": "ttft-estimator",
+}
+"""Field of `Candidates` -> type of the producer added when a plugin reads it and no configured one writes it."""
 
 P = TypeVar("P")
 
@@ -124,6 +131,10 @@ class Plugin(Generic[P]):
     Literal, list or tuple, dict with str keys, nested dataclasses, `| None`; annotated `Range`, `Unit`, `Duration`."""
     ignored_parameters: ClassVar[Mapping[str, str]] = {}
     """Parameters of existing files that have no effect here (spelled as in the file) -> why; they give a warning."""
+    reads: ClassVar[tuple[str, ...]] = ()
+    """Fields of `Candidates` that some producer must have written before this plugin runs (`cached_tokens`, `ttft_s`,
+    `cost_s`). A producer runs after those that write what it reads, whatever the order in the file; where nothing
+    configured writes a field that is read, `DEFAULT_PRODUCERS` names the type that is added."""
 
     def __init__(self, parameters: P, handle: Handle, name: str) -> None:
         self.parameters = parameters
@@ -146,6 +157,9 @@ class Plugin(Generic[P]):
 
 class Producer(Plugin[P]):
     """Computes, before any profile runs, what filters and scorers read (for example `candidates.cached_tokens`)."""
+
+    writes: ClassVar[tuple[str, ...]] = ()
+    """Fields of `Candidates` it sets."""
 
     def produce(self, request: InferenceRequest, candidates: Candidates) -> None:
         raise NotImplementedError
