@@ -257,9 +257,7 @@ class Candidates:
 
     `candidates.column("waiting")` gives a float64 array of shape (n,), a snapshot to read, never to write. Iterating
     gives `Endpoint` objects. `cached_tokens`, shape (n,): prompt tokens of this request each endpoint is believed to
-    hold (set by the prefix producer; zeros when nothing is known). `ttft_s`, shape (n,): expected seconds to the first
-    token, and `cost_s`: that plus what the choice costs the requests already there (both set by the `ttft-estimator`
-    producer; NaN when none ran).
+    hold (set by the prefix producer; zeros when nothing is known).
     """
 
     pool: Pool
@@ -267,21 +265,15 @@ class Candidates:
     rows: slice | NDArray[np.intp]
     now: float
     cached_tokens: Floats = field(default_factory=lambda: np.zeros(0))
-<<<<<<< HEAD
     expected_ttft: Floats | None = None
-    """Seconds to the first token expected of each endpoint, shape (n,), from the scorer that works it out (it sets this
-    while it scores); goes into the decision's estimate. None: nobody estimated."""
-=======
-    ttft_s: Floats = field(default_factory=lambda: np.zeros(0))
-    cost_s: Floats = field(default_factory=lambda: np.zeros(0))
->>>>>>> d6d9efe (Let a plugin say what it reads, so that producers are ordered and added by need; add expected first-token time to Candidates)
+    """Seconds to the first token expected of each endpoint, shape (n,), from whoever works it out (the `ttft-estimator`
+    producer); goes into the decision's estimate. None: nobody estimated."""
+    expected_cost: Floats | None = None
+    """`expected_ttft` plus the seconds the choice would cost the requests already there, shape (n,)."""
 
     def __post_init__(self) -> None:
-        n = len(self.endpoints)
-        if len(self.cached_tokens) != n:
-            self.cached_tokens = np.zeros(n)
-        if len(self.ttft_s) != n:
-            self.ttft_s = self.cost_s = np.full(n, math.nan)
+        if len(self.cached_tokens) != len(self.endpoints):
+            self.cached_tokens = np.zeros(len(self.endpoints))
 
     def __len__(self) -> int:
         return len(self.endpoints)
@@ -332,6 +324,6 @@ class Candidates:
             rows,
             self.now,
             self.cached_tokens[index],
-            self.ttft_s[index],
-            self.cost_s[index],
+            None if self.expected_ttft is None else self.expected_ttft[index],
+            None if self.expected_cost is None else self.expected_cost[index],
         )

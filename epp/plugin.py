@@ -86,8 +86,8 @@ Duration = Annotated[float, Range(min=0), Unit("duration")]
 
 DEFAULT_PRODUCERS: Mapping[str, str] = {
     "cached_tokens": "approx-prefix-cache-producer",
-    "ttft_s": "ttft-estimator",
-    "cost_s": "ttft-estimator",
+    "expected_ttft": "ttft-estimator",
+    "expected_cost": "ttft-estimator",
 }
 """Field of `Candidates` -> type of the producer added when a plugin reads it and no configured one writes it."""
 
@@ -132,9 +132,9 @@ class Plugin(Generic[P]):
     ignored_parameters: ClassVar[Mapping[str, str]] = {}
     """Parameters of existing files that have no effect here (spelled as in the file) -> why; they give a warning."""
     reads: ClassVar[tuple[str, ...]] = ()
-    """Fields of `Candidates` that some producer must have written before this plugin runs (`cached_tokens`, `ttft_s`,
-    `cost_s`). A producer runs after those that write what it reads, whatever the order in the file; where nothing
-    configured writes a field that is read, `DEFAULT_PRODUCERS` names the type that is added."""
+    """Fields of `Candidates` that some producer must have written before this plugin runs (`cached_tokens`,
+    `expected_ttft`, `expected_cost`). A producer runs after those that write what it reads, whatever the order in the
+    file; where nothing configured writes a field that is read, `DEFAULT_PRODUCERS` names the type that is added."""
 
     def __init__(self, parameters: P, handle: Handle, name: str) -> None:
         self.parameters = parameters
