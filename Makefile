@@ -55,7 +55,7 @@ bench: $(STAMP) ## Measure: CPU per request beside a C++ ext_proc server, index,
 	@$(BIN)/python -m bench --out build/bench.json $(BENCH_ARGS)
 
 envoy-files: $(STAMP) ## Write envoy/*.yaml anew from epp/envoy_config.py
-	@$(BIN)/python -m epp.envoy_config
+	@$(BIN)/python envoy/generate.py
 
 clean: ## Remove what the targets made
 	rm -rf $(VENV) $(VLLM_VENV) build epp/gateway/pb .mypy_cache .ruff_cache .pytest_cache .hypothesis
