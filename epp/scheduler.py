@@ -1,0 +1,353 @@
+"""The scheduler: from a request and the candidates to a Decision. Filter, score, pick.
+
+In: an `InferenceRequest`, the `Candidates` of the pool, the time. Out: a `Decision`, or `Unschedulable` with the
+decision that shows why. Pure: no socket, no wall clock, no randomness but the seeded source of its plugins (the clock
+it is given only times the stages).
+
+    producers -> handler -> for each profile: filters in order -> scorers -> weighted sum -> picker -> decision
+
+A plugin that raises, returns NaN or a wrong shape, or hangs costs its own contribution only: a filter at fault keeps
+all, a scorer adds 0, a picker is replaced by the highest total, a handler by running every profile in order. Each
+fault is in the trace and in the decision's reasons, is counted in `faults`, and is logged the first time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, cast
+
+import numpy as np
+
+from epp.config import PickerConfig, ProfileConfig
+from epp.decision import Decision, Estimate, FilterTrace, ProfileTrace, ScorerTrace
+from epp.endpoint import Candidates, Endpoint, Floats
+from epp.guard import Fault, Faults, Guard, Limits
+from epp.pickers import HowMany, MaxScorePicker
+from epp.plugin import Filter, Handle, Outcome, Picker, Plugin, Producer, ProfileHandler, Scorer
+from epp.request import InferenceRequest
+
+NO_CANDIDATES = "no-candidates"
+"""Nobody to ask: the pool is empty, or nothing in it is available and inside the gateway's subset."""
+ALL_FILTERED = "all-filtered"
+"""There were candidates, and the filters of the profile that matters left none."""
+
+
+class Unschedulable(Exception):
+    """No endpoint for this request. `reason` is NO_CANDIDATES or ALL_FILTERED; `decision` has no endpoints."""
+
+    def __init__(self, reason: str, decision: Decision) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.decision = decision
+
+
+@dataclass(frozen=True, slots=True)
+class _Profile:
+    name: str
+    filters: tuple[tuple[str, Guard, Filter[Any]], ...]
+    scorers: tuple[tuple[str, Guard, Scorer[Any]], ...]
+    weights: Floats
+    picker: tuple[str, Guard, Picker[Any]]
+
+
+class Scheduler:
+    """One configuration at work. Built anew for a changed configuration, keeping the plugins that stayed the same."""
+
+    def __init__(
+        self,
+        config: PickerConfig,
+        *,
+        random: Random,
+        previous: Scheduler | None = None,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Make the plugins. An exception of a plugin's constructor comes through, and `previous` stays as it was.
+
+        `previous`: a plugin with the same name, class and parameters is taken over from there with its state.
+        """
+        self.config = config
+        self.faults: Faults = previous.faults if previous else Faults()
+        self.handle: Handle = previous.handle if previous else Handle(random=random)
+        self._limits: Limits = limits or (previous._limits if previous else Limits())
+        self._clock = clock
+        self._guards: dict[str, Guard] = {}
+        for wanted in config.plugins:
+            kept = previous._kept(wanted.name, wanted.cls, wanted.parameters) if previous else None
+            self._guards[wanted.name] = kept or Guard(
+                wanted.cls(wanted.parameters, self.handle, wanted.name), self._limits
+            )
+        self.plugins: dict[str, Plugin[Any]] = {name: guard.plugin for name, guard in self._guards.items()}
+        self.handle.plugins.clear()
+        self.handle.plugins.update(self.plugins)
+        self._producers = [(n, self._guards[n], cast(Producer[Any], self.plugins[n])) for n in config.producers]
+        self._profiles = {p.name: self._profile(p) for p in config.profiles}
+        self._names = tuple(self._profiles)
+        self._handler_guard = self._guards[config.handler]
+        self._handler = cast(ProfileHandler[Any], self._handler_guard.plugin)
+        self._fallback_picker = MaxScorePicker(HowMany(), self.handle, "fallback")
+        self._hooks = {
+            hook: [(n, g, getattr(g.plugin, hook)) for n, g in self._guards.items() if _overrides(g.plugin, hook)]
+            for hook in ("picked", "response_headers", "finished", "removed")
+        }
+
+    def _kept(self, name: str, cls: type[Plugin[Any]], parameters: Any) -> Guard | None:
+        guard = self._guards.get(name)
+        if guard is not None and type(guard.plugin) is cls and guard.plugin.parameters == parameters:
+            return guard
+        return None
+
+    def _profile(self, config: ProfileConfig) -> _Profile:
+        def named(name: str) -> tuple[str, Guard, Any]:
+            return name, self._guards[name], self._guards[name].plugin
+
+        return _Profile(
+            config.name,
+            tuple(named(name) for name in config.filters),
+            tuple(named(name) for name, _ in config.scorers),
+            np.array([weight for _, weight in config.scorers], dtype=np.float64),
+            named(config.picker),
+        )
+
+    # --- one request ---
+
+    def schedule(self, request: InferenceRequest, candidates: Candidates, at: float) -> Decision:
+        """Decide where `request` goes. `at`: seconds since the epoch, for the record. Raises Unschedulable."""
+        clock = self._clock
+        started = clock()
+        reasons: list[str] = []
+        traces: list[ProfileTrace] = []
+        results: dict[str, Sequence[Endpoint] | None] = {}
+        estimates: dict[str, Estimate] = {}
+        primary: str | None = None
+        produced = started
+        if len(candidates):
+            for name, guard, producer in self._producers:
+                try:
+                    guard.call(candidates.now, producer.produce, request, candidates)
+                    _check_produced(candidates)
+                except Fault as fault:
+                    self._note(name, fault, reasons)
+            _freeze(candidates)
+            produced = clock()
+            self._run_profiles(request, candidates, results, estimates, traces, reasons)
+            primary = self._primary(candidates.now, results, reasons)
+        endpoints = tuple(results[primary] or ()) if primary is not None else ()
+        ended = clock()
+        decision = Decision(
+            request.request_id,
+            request.model,
+            request.api.value,
+            at,
+            endpoints,
+            tuple(traces),
+            estimates[primary] if primary is not None and endpoints else Estimate(request.prompt_tokens, 0),
+            tuple(dict.fromkeys(reasons)),
+            {"produce": produced - started, "profiles": ended - produced, "total": ended - started},
+        )
+        if not endpoints:
+            raise Unschedulable(ALL_FILTERED if len(candidates) else NO_CANDIDATES, decision)
+        return decision
+
+    def _run_profiles(
+        self,
+        request: InferenceRequest,
+        candidates: Candidates,
+        results: dict[str, Sequence[Endpoint] | None],
+        estimates: dict[str, Estimate],
+        traces: list[ProfileTrace],
+        reasons: list[str],
+    ) -> None:
+        handler, guard = self._handler, self._handler_guard
+        for _ in range(len(self._names) + 1):
+            try:
+                names = guard.call(candidates.now, handler.next_profiles, request, self._names, results)
+                wrong = [n for n in names if n not in self._profiles or n in results]
+                if wrong:
+                    raise Fault("shape", f"asked for profile {wrong[0]!r}, which is unknown or has run")
+            except Fault as fault:
+                self._note(handler.name, fault, reasons)
+                names = [n for n in self._names if n not in results]
+            if not names:
+                return
+            for name in names:
+                trace = self._run_profile(self._profiles[name], request, candidates, estimates, reasons)
+                traces.append(trace)
+                results[name] = trace.chosen or None
+
+    def _primary(self, now: float, results: dict[str, Sequence[Endpoint] | None], reasons: list[str]) -> str | None:
+        try:
+            primary = self._handler_guard.call(now, self._handler.primary, results)
+            if primary is not None and primary not in results:
+                raise Fault("shape", f"named profile {primary!r}, which did not run")
+            return primary
+        except Fault as fault:
+            self._note(self._handler.name, fault, reasons)
+            return next((name for name, endpoints in results.items() if endpoints), None)
+
+    def _run_profile(
+        self,
+        profile: _Profile,
+        request: InferenceRequest,
+        candidates: Candidates,
+        estimates: dict[str, Estimate],
+        reasons: list[str],
+    ) -> ProfileTrace:
+        now = candidates.now
+        filters: list[FilterTrace] = []
+        remaining = candidates
+        for name, guard, filter_ in profile.filters:
+            before, text = len(remaining), ""
+            try:
+                keep = np.asarray(guard.call(now, filter_.filter, request, remaining))
+                if keep.shape != (before,) or keep.dtype != np.bool_:
+                    raise Fault("shape", f"returned {keep.dtype} of shape {keep.shape} for {before} candidates")
+                remaining = remaining.select(keep)
+            except Fault as fault:
+                text = self._note(name, fault, reasons)
+            filters.append(FilterTrace(name, before, remaining.endpoints, text))
+            if not remaining:
+                return ProfileTrace(profile.name, tuple(filters), (), (), np.zeros(0), profile.picker[0], ())
+        if remaining is not candidates:
+            _freeze(remaining)
+        scorers, totals = self._score(profile, request, remaining, reasons)
+        name, guard, picker = profile.picker
+        try:
+            chosen = _chosen(guard.call(now, picker.pick, request, remaining, totals), remaining)
+        except Fault as fault:
+            self._note(name, fault, reasons)
+            chosen = _chosen(self._fallback_picker.pick(request, remaining, totals), remaining)
+        estimates[profile.name] = _estimate(request, remaining, chosen[0])
+        return ProfileTrace(profile.name, tuple(filters), remaining.endpoints, scorers, totals, name, chosen)
+
+    def _score(
+        self, profile: _Profile, request: InferenceRequest, candidates: Candidates, reasons: list[str]
+    ) -> tuple[tuple[ScorerTrace, ...], Floats]:
+        count = len(candidates)
+        # One row per scorer: a copy of what the plugin gave (it may go on using its array), and the sum is one product.
+        raw = np.zeros((len(profile.scorers), count))
+        if not profile.scorers:
+            return (), np.zeros(count)
+        texts = [""] * len(profile.scorers)
+        for i, (name, guard, scorer) in enumerate(profile.scorers):
+            try:
+                scores = guard.call(candidates.now, scorer.score, request, candidates)
+                if len(scores) != count:
+                    raise Fault("shape", f"returned {len(scores)} scores for {count} candidates")
+                raw[i] = scores
+            except Fault as fault:
+                texts[i] = self._note(name, fault, reasons)
+            except (TypeError, ValueError) as error:
+                raw[i] = 0.0
+                texts[i] = self._note(name, Fault("shape", str(error)), reasons)
+        # False also when there is a NaN.
+        if not (raw.min() >= 0.0 and raw.max() <= 1.0):
+            for i, missing in enumerate(np.isnan(raw).sum(axis=1).tolist()):
+                if missing:
+                    nan = Fault("nan", f"for {missing} of {count} candidates")
+                    texts[i] = self._note(profile.scorers[i][0], nan, reasons)
+            raw = np.clip(np.nan_to_num(raw, nan=0.0, posinf=1.0, neginf=0.0), 0.0, 1.0)
+        traces = tuple(
+            ScorerTrace(name, weight, row, text)
+            for (name, _, _), weight, row, text in zip(
+                profile.scorers, profile.weights.tolist(), raw, texts, strict=True
+            )
+        )
+        return traces, profile.weights @ raw
+
+    def _note(self, plugin: str, fault: Fault, reasons: list[str]) -> str:
+        self.faults.note(plugin, fault)
+        reasons.append(f"plugin-fault:{plugin}:{fault.kind}")
+        return str(fault)
+
+    # --- the plugins' hooks: each is called on every plugin that has it, whatever the others do ---
+
+    def picked(self, request: InferenceRequest, decision: Decision, now: float) -> None:
+        """Tell the plugins what was decided, before the next decision is made."""
+        if self._hooks["picked"]:
+            self._run_hooks("picked", now, request, _first_endpoints(decision))
+
+    def response_headers(self, request: InferenceRequest, decision: Decision, now: float) -> dict[str, str]:
+        """Headers that plugins add to the client's response."""
+        headers: dict[str, str] = {}
+        if self._hooks["response_headers"]:
+            for added in self._run_hooks("response_headers", now, request, _first_endpoints(decision)):
+                headers.update(added)
+        return headers
+
+    def finished(self, request: InferenceRequest, endpoint: Endpoint, outcome: Outcome, now: float) -> None:
+        """Tell the plugins that a request is over. To be called on the scheduler that picked, once per request."""
+        self._run_hooks("finished", now, request, endpoint, outcome)
+
+    def removed(self, endpoint: Endpoint, now: float) -> None:
+        """Tell the plugins that an endpoint left the pool."""
+        self._run_hooks("removed", now, endpoint)
+
+    def _run_hooks(self, hook: str, now: float, *args: Any) -> list[Any]:
+        answers = []
+        for name, guard, function in self._hooks[hook]:
+            try:
+                answers.append(guard.call(now, function, *args))
+            except Fault as fault:
+                self.faults.note(name, fault)
+        return answers
+
+    def close(self, successor: Scheduler | None = None) -> None:
+        """End the threads of foreign plugins that `successor` did not take over."""
+        kept = set(map(id, successor._guards.values())) if successor else set()
+        for guard in self._guards.values():
+            if id(guard) not in kept:
+                guard.close()
+
+
+def _overrides(plugin: Plugin[Any], hook: str) -> bool:
+    return getattr(type(plugin), hook) is not getattr(Plugin, hook)
+
+
+def _first_endpoints(decision: Decision) -> Mapping[str, Endpoint]:
+    return {trace.name: trace.chosen[0] for trace in decision.profiles if trace.chosen}
+
+
+def _check_produced(candidates: Candidates) -> None:
+    """Undo and report what a producer left that a scorer could not use."""
+    cached, shape = candidates.cached_tokens, (len(candidates),)
+    if not isinstance(cached, np.ndarray) or cached.shape != shape or not np.isfinite(cached).all():
+        candidates.cached_tokens = np.zeros(shape)
+        raise Fault("shape", "cached_tokens must be finite numbers, one per candidate")
+    for field in ("expected_ttft", "expected_cost"):
+        values = getattr(candidates, field)
+        if values is not None and (not isinstance(values, np.ndarray) or values.shape != shape):
+            setattr(candidates, field, None)
+            raise Fault("shape", f"{field} must be numbers, one per candidate")
+
+
+def _freeze(candidates: Candidates) -> None:
+    """Filters and scorers of one request share the arrays; none may change them under the others."""
+    for field in ("cached_tokens", "expected_ttft", "expected_cost"):
+        values = getattr(candidates, field)
+        if values is not None:
+            values = values.view()
+            values.flags.writeable = False
+            setattr(candidates, field, values)
+
+
+def _chosen(picks: Any, candidates: Candidates) -> tuple[Endpoint, ...]:
+    """The endpoints at `picks`; raises Fault unless these are indices of candidates, at least one."""
+    try:
+        indices = [int(i) for i in picks]
+    except (TypeError, ValueError) as error:
+        raise Fault("shape", f"picked {picks!r:.80}") from error
+    if not indices or min(indices) < 0 or max(indices) >= len(candidates):
+        raise Fault("shape", f"picked {indices[:8]} of {len(candidates)} candidates")
+    return tuple(dict.fromkeys(candidates[i] for i in indices))
+
+
+def _estimate(request: InferenceRequest, candidates: Candidates, endpoint: Endpoint) -> Estimate:
+    row = candidates.endpoints.index(endpoint)
+    expected = candidates.expected_ttft
+    ttft = float(expected[row]) if expected is not None and row < len(expected) else math.nan
+    return Estimate(request.prompt_tokens, int(candidates.cached_tokens[row]), ttft if math.isfinite(ttft) else None)
