@@ -237,9 +237,12 @@ class Pool:
         endpoint.pool, endpoint.row = None, -1
 
     def candidates(self, now: float, subset: frozenset[str] | None = None) -> Candidates:
-        """The endpoints a request may go to: available ones, and inside `subset` (of `ip:port`) when one is given."""
+        """The endpoints a request may go to: available ones, and inside `subset` when one is given.
+
+        `subset` holds `ip:port` or a bare address, which stands for each port there.
+        """
         endpoints = self.endpoints
-        rows = [e.row for e in endpoints if e.available and (subset is None or e.address in subset)]
+        rows = [e.row for e in endpoints if e.available and (subset is None or e.address in subset or e.host in subset)]
         if len(rows) == len(endpoints):
             return Candidates(self, tuple(endpoints), slice(0, len(endpoints)), now)
         return Candidates(self, tuple(endpoints[r] for r in rows), np.array(rows, dtype=np.intp), now)

@@ -62,7 +62,8 @@ class RequestHead:
     """`:path` as sent, with any query string."""
     headers: Headers
     subset: frozenset[str] | None = None
-    """Endpoints (`ip:port`, IPv6 bracketed) the gateway allows (`envoy.lb.subset_hint`); None: no hint."""
+    """Endpoints the gateway allows (`envoy.lb.subset_hint`): `ip:port` (IPv6 in brackets), or a bare address (IPv6
+    without brackets) for all its ports; empty: none is allowed; None: no hint."""
 
 
 PromptItem = bytes | NDArray[np.uint32]

@@ -1,0 +1,138 @@
+"""What the ext_proc stream machine tells its driver (events) and what it is told (limits, steering).
+
+Frozen records without behaviour; `epp.gateway.ext_proc` explains the protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol
+
+from epp.gateway.errors import Rejection
+from epp.request import Headers, RequestHead
+
+
+class BodyMode(IntEnum):
+    """How Envoy sends bodies (`ProcessingMode.BodySendMode`)."""
+
+    NONE = 0
+    STREAMED = 1
+    BUFFERED = 2
+    BUFFERED_PARTIAL = 3
+    FULL_DUPLEX = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What holds for every stream of one server."""
+
+    max_request_bytes: int = 32 << 20
+    """A longer request body is answered with 413."""
+    assumed_mode: BodyMode = BodyMode.FULL_DUPLEX
+    """The body mode of both directions when the proxy names none; full duplex is the InferencePool contract."""
+    response_bodies: bool = True
+    """False: ask Envoy (`mode_override`) not to send response bodies, where it honours that."""
+
+
+class ResponseTransform(Protocol):
+    """Changes a response body as it passes, for example to give the client the model name it asked for."""
+
+    def feed(self, data: bytes, end: bool) -> bytes | None:
+        """What to send in the place of `data`; None leaves it as it is, b"" sends nothing yet.
+
+        `end` marks the last call, which must give up all that was kept back.
+        """
+
+
+_UNTOUCHABLE = frozenset({"host", "content-length", "transfer-encoding", "connection"})
+
+
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """The answer to a `RequestReady`.
+
+    Raises ValueError for header names that are Envoy's own (pseudo-headers, host, `x-envoy-*`, those that frame the
+    body) and for line breaks in names or values. Names are lower-case.
+    """
+
+    addresses: tuple[str, ...]
+    """Destination `ip:port`, then ordered fallbacks; empty leaves the choice to Envoy's cluster."""
+    set_headers: Mapping[str, str] = field(default_factory=dict)
+    """Request headers toward the worker, overwriting what the client sent."""
+    remove_headers: tuple[str, ...] = ()
+    body: bytes | None = None
+    """The body toward the worker; None: as it came. Only for a request whose body was seen."""
+    response_headers: Mapping[str, str] = field(default_factory=dict)
+    """Response headers toward the client."""
+    response_transform: ResponseTransform | None = None
+
+    def __post_init__(self) -> None:
+        for fields in (self.set_headers, self.response_headers, self.remove_headers):
+            for name in fields:
+                if name in _UNTOUCHABLE or name.startswith((":", "x-envoy-")) or not _is_clean(name):
+                    raise ValueError(f"header {name!r} must not be changed")
+        for fields in (self.set_headers, self.response_headers):
+            for name, value in fields.items():
+                if not _is_clean(value):
+                    raise ValueError(f"header {name!r} has a control character in its value")
+
+
+def _is_clean(text: str) -> bool:
+    return "\r" not in text and "\n" not in text and "\0" not in text
+
+
+@dataclass(frozen=True, slots=True)
+class RequestReady:
+    """The request is there as far as it will be seen: answer with `steer` or `reject`, now or later."""
+
+    head: RequestHead
+    body: bytes | None
+    """The whole body; None when this mode does not show it (or shows a part)."""
+    size: int
+    """Bytes of the body; when it is not shown, what `content-length` says, else 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRejected:
+    """The machine refused the request by itself; the answer is in the outbox."""
+
+    rejection: Rejection
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """The worker's (or Envoy's own) response begins."""
+
+    status: int
+    headers: Headers
+    served: str
+    """`ip:port` that served, as the gateway tells it; empty when it does not."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseData:
+    """A piece of the response body as the worker sent it; the outbox already holds what lets it pass."""
+
+    data: bytes
+    end: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseDone:
+    """Nothing more comes for this request: comes exactly once after a `RequestReady` or a `ResponseHead`."""
+
+    complete: bool
+    """True: the response's end was seen. False: the stream ended first, which is how Envoy says "over" when it does
+    not send response bodies, and also how it says that the client or the worker went away."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProtocolFault:
+    """The peer broke the protocol: end the RPC with an error. Nothing more is taken from it or sent."""
+
+    reason: str
+
+
+Event = RequestReady | RequestRejected | ResponseHead | ResponseData | ResponseDone | ProtocolFault
