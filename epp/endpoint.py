@@ -56,6 +56,7 @@ class Endpoint:
         "lora",
         "models",
         "name",
+        "parents",
         "pool",
         "port",
         "rank",
@@ -83,11 +84,13 @@ class Endpoint:
         self.labels: Mapping[str, str] = dict(labels or {})
         self.rank = rank
         self.engine = engine
-        """One of `ENGINES`, or "auto" until a scrape has told."""
+        """What it is said to be by its label ("auto": nobody said), then what its metrics showed."""
         self.available = True
         """False while health keeps it out of picking; counts and scrapes go on."""
         self.models: frozenset[str] | None = None
         """Model and adapter names it serves; None = unknown."""
+        self.parents: Mapping[str, str] = {}
+        """Adapter name -> the model it belongs to, as far as `/v1/models` tells."""
         self.lora: LoraState | None = None
         self.block_size: int | None = None
         self.cache_blocks: int | None = None

@@ -109,7 +109,7 @@ class Membership:
                     name=spec.name,
                     labels=spec.labels,
                     rank=spec.rank,
-                    engine=_engine(spec.labels),
+                    engine=_engine(spec.labels, "auto"),
                 )
             )
         slow_start = self.synced
@@ -123,7 +123,7 @@ class Membership:
     def _relabel(self, endpoint: Endpoint, spec: EndpointSpec) -> None:
         if endpoint.labels != spec.labels:
             endpoint.labels = dict(spec.labels)
-            endpoint.engine = _engine(spec.labels)
+            endpoint.engine = _engine(spec.labels, endpoint.engine)
             self.counters["relabelled"] += 1
         endpoint.rank = spec.rank
 
@@ -195,8 +195,8 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _engine(labels: Mapping[str, str]) -> str:
-    return next((labels[key] for key in ENGINE_LABELS if key in labels), "auto")
+def _engine(labels: Mapping[str, str], otherwise: str) -> str:
+    return next((labels[key] for key in ENGINE_LABELS if key in labels), otherwise)
 
 
 def _port(text: str) -> int:

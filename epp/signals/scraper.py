@@ -1,0 +1,253 @@
+"""Scraping: what every endpoint says of itself, twice a second, into its row of the pool.
+
+In: the pool's members, through `changed` (a discovery listener). Out: the columns `waiting`, `running`, `kv_usage`,
+`scraped_at`, the count of unseen requests, the endpoint's `lora`, `block_size`, `cache_blocks`, `models`, `engine`; and
+one outcome per scrape to a listener (health).
+
+One task an endpoint, each with its own timeout, the next scrape only after the last: a worker that accepts and never
+answers delays nobody, and nothing piles up.
+
+When scrapes fail, the last values stand and `scraped_at` tells their age: from `Candidates.fresh` they are stale. After
+`forget_s` they are unknown (NaN): a queue length of half a minute ago is worth less than the picker's own counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from random import Random
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from epp.endpoint import Endpoint
+from epp.signals import engines
+from epp.signals.prometheus_text import MAX_PAGE_BYTES
+
+log = logging.getLogger(__name__)
+
+MAX_MODELS_BYTES = 4 << 20
+
+
+class Outcome(StrEnum):
+    """How a scrape ended."""
+
+    GOOD = "good"
+    REFUSED = "refused"
+    """No connection, or it was lost before an answer."""
+    TIMEOUT = "timeout"
+    STATUS = "status"
+    """An HTTP status other than 200."""
+    UNREADABLE = "unreadable"
+    """Not HTTP, too long, or none of the known metrics on the page."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScrapeSettings:
+    """Times in seconds."""
+
+    interval_s: float = 0.5
+    timeout_s: float = 1.0
+    models_interval_s: float = 10.0
+    forget_s: float = 30.0
+    scheme: str = "http"
+    verify: bool = False
+    """With https: check the worker's certificate. Workers commonly show self-signed ones."""
+
+
+Listener = Callable[[Endpoint, float, Outcome], None]
+
+
+class Scraper:
+    """Scrapes the endpoints it was told of until they leave."""
+
+    def __init__(
+        self,
+        settings: ScrapeSettings,
+        *,
+        clock: Callable[[], float],
+        random: Random,
+        listener: Listener = lambda endpoint, now, outcome: None,
+    ) -> None:
+        self.settings = settings
+        self.counters: Counter[str] = Counter()
+        """Scrapes by outcome; `unknown_waiting` and so on: good pages that lack a gauge; `malformed_lines`;
+        `models_failed`; `faults`."""
+        self._clock = clock
+        self._random = random
+        self._listener = listener
+        self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    def changed(self, joined: Sequence[Endpoint], left: Sequence[Endpoint]) -> None:
+        """Begin with those that joined, end with those that left. Called on the event loop."""
+        for endpoint in left:
+            if task := self._tasks.pop(endpoint, None):
+                task.cancel()
+        for endpoint in joined:
+            self._tasks[endpoint] = asyncio.get_running_loop().create_task(self._run(endpoint))
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    async def _run(self, endpoint: Endpoint) -> None:
+        target = _Target(endpoint)
+        # Spread the first scrapes, so that a big pool is not scraped in bursts ever after.
+        await asyncio.sleep(self._random.random() * min(self.settings.interval_s, 0.2))
+        while True:
+            try:
+                await self._turn(target)
+            except Exception:
+                # A fault of ours or of the library must not end an endpoint's scraping for good.
+                self.counters["faults"] += 1
+                log.exception("%s: scraping failed", endpoint.address)
+            await asyncio.sleep(self.settings.interval_s * self._random.uniform(0.9, 1.1))
+
+    async def _turn(self, target: _Target) -> None:
+        endpoint = target.endpoint
+        outcome = await self._scrape(target)
+        now = self._clock()
+        self.counters[outcome] += 1
+        if outcome is not Outcome.GOOD and now - endpoint.get("scraped_at") > self.settings.forget_s:
+            _forget(endpoint)
+        self._listener(endpoint, now, outcome)
+        if now >= target.models_due and outcome not in (Outcome.REFUSED, Outcome.TIMEOUT):
+            target.models_due = now + self.settings.models_interval_s
+            await self._models(endpoint)
+
+    async def _scrape(self, target: _Target) -> Outcome:
+        endpoint = target.endpoint
+        endpoint.scrape_began()
+        outcome, page = await self._get(endpoint, target.path, MAX_PAGE_BYTES)
+        if outcome is Outcome.GOOD:
+            reading = engines.read(page, endpoint.engine)
+            self.counters["malformed_lines"] += reading.malformed
+            if reading.engine:
+                self._apply(target, reading)
+                return outcome
+            outcome = Outcome.UNREADABLE
+        if outcome in (Outcome.STATUS, Outcome.UNREADABLE):
+            target.path = "/metrics" if target.path != "/metrics" else engines.OTHER_PATH
+        target.report(outcome)
+        return outcome
+
+    def _apply(self, target: _Target, reading: engines.Reading) -> None:
+        endpoint = target.endpoint
+        if endpoint.engine not in ("auto", reading.engine):
+            log.warning(
+                "%s: said to be %s, its metrics are those of %s", endpoint.address, endpoint.engine, reading.engine
+            )
+        endpoint.engine = reading.engine
+        endpoint.set("waiting", reading.waiting)
+        endpoint.set("running", reading.running)
+        endpoint.set("kv_usage", reading.kv_usage)
+        endpoint.lora = reading.lora
+        endpoint.block_size = reading.block_size or endpoint.block_size
+        endpoint.cache_blocks = reading.cache_blocks or endpoint.cache_blocks
+        endpoint.scrape_succeeded(self._clock())
+        for gauge in reading.unknown:
+            self.counters[f"unknown_{gauge}"] += 1
+        target.report(Outcome.GOOD, reading.unknown)
+
+    async def _models(self, endpoint: Endpoint) -> None:
+        """Read `/v1/models`. Where there is none, or it cannot be read, what was known stays."""
+        outcome, body = await self._get(endpoint, "/v1/models", MAX_MODELS_BYTES)
+        models = parse_models(body) if outcome is Outcome.GOOD else None
+        if models is None:
+            self.counters["models_failed"] += 1
+            return
+        endpoint.models = frozenset(models)
+        endpoint.parents = {name: parent for name, parent in models.items() if parent}
+
+    async def _get(self, endpoint: Endpoint, path: str, limit: int) -> tuple[Outcome, bytes]:
+        session = self._session or self._open_session()
+        body = bytearray()
+        try:
+            async with session.get(
+                f"{self.settings.scheme}://{endpoint.address}{path}", allow_redirects=False
+            ) as response:
+                async for chunk in response.content.iter_any():
+                    body += chunk
+                    if len(body) > limit:
+                        response.close()
+                        return Outcome.UNREADABLE, b""
+                return (Outcome.GOOD if response.status == 200 else Outcome.STATUS), bytes(body)
+        except TimeoutError:
+            return Outcome.TIMEOUT, b""
+        except (aiohttp.ClientConnectionError, OSError):
+            return Outcome.REFUSED, b""
+        except aiohttp.ClientError:
+            return Outcome.UNREADABLE, b""
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        self._session = aiohttp.ClientSession(
+            # The library's default of 100 connections would let a hundred hung workers stop all scraping.
+            connector=aiohttp.TCPConnector(limit=0, ssl=self.settings.verify),
+            timeout=aiohttp.ClientTimeout(total=self.settings.timeout_s),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            # Compression would cost the worker more than the wire.
+            headers={"Accept": "text/plain, application/json", "Accept-Encoding": "identity"},
+        )
+        return self._session
+
+
+class _Target:
+    """What scraping one endpoint remembers between scrapes."""
+
+    __slots__ = ("endpoint", "models_due", "path", "reported")
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.models_due = -math.inf
+        known = engines.BY_NAME.get(endpoint.engine)
+        self.path = known.path if known else "/metrics"
+        self.reported: tuple[str, ...] = ()
+
+    def report(self, outcome: Outcome, unknown: Sequence[str] = ()) -> None:
+        """Log a change of state once, not every half second."""
+        state = (outcome, *unknown)
+        if state == self.reported:
+            return
+        if outcome is not Outcome.GOOD:
+            log.warning("%s: metrics cannot be read: %s", self.endpoint.address, outcome)
+        elif unknown:
+            log.warning("%s: %s does not tell %s", self.endpoint.address, self.endpoint.engine, ", ".join(unknown))
+        elif self.reported:
+            log.info("%s: metrics are read again", self.endpoint.address)
+        self.reported = state
+
+
+def parse_models(body: bytes) -> dict[str, str] | None:
+    """`/v1/models` (OpenAI's list, vLLM's `parent` for adapters) as name -> parent, "" for none. None: unreadable."""
+    try:
+        document: Any = msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        return None
+    data = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(data, list):
+        return None
+    models: dict[str, str] = {}
+    for item in data:
+        if isinstance(item, dict) and isinstance(name := item.get("id"), str):
+            parent = item.get("parent")
+            models[name] = parent if isinstance(parent, str) else ""
+    return models
+
+
+def _forget(endpoint: Endpoint) -> None:
+    for gauge in ("waiting", "running", "kv_usage"):
+        endpoint.set(gauge, math.nan)
+    endpoint.lora = None
