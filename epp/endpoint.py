@@ -30,6 +30,7 @@ COLUMNS = (
     "scraped_at",  # time of the last good scrape, seconds of the picker's clock; -inf never
     "prefill_rate",  # uncached prompt tokens per second, learned; NaN not yet
     "first_token_overhead",  # seconds to a first token besides prefill, learned; NaN not yet
+    "prefill_until",  # when the prompts sent so far should be prefilled, by the learned rate alone; -inf nothing sent
     "ready_at",  # when the endpoint joined or came back, for slow start
 )
 
@@ -254,7 +255,7 @@ class Pool:
 def _initial(column: str) -> float:
     if column in ("in_flight", "in_flight_tokens", "unseen"):
         return 0.0
-    return -math.inf if column in ("scraped_at", "ready_at") else math.nan
+    return -math.inf if column in ("scraped_at", "ready_at", "prefill_until") else math.nan
 
 
 @dataclass(slots=True)

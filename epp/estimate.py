@@ -1,0 +1,217 @@
+"""The estimate: seconds to the first token of a request at each endpoint, and what the choice costs the others.
+
+In: a request, its cached tokens per endpoint, the pool's columns. Out: `candidates.expected_ttft` and `expected_cost`.
+As requests end, the model of each endpoint learns from its own first-token times:
+
+    ttft(e) = overhead(e) + (tokens ahead(e) + uncached(e)) / prefill rate(e) + load(e) * request_cost
+    cost(e) = ttft(e) + decode_weight * load(e) * uncached(e) / prefill rate(e)
+
+*Tokens ahead* are the uncached prompt tokens this picker has in flight there, known at once, plus a mean request for
+each one in the worker's queue that is not ours, known from the scrape. *Load* is the number of requests there, by the
+own count or the gauges, whichever is more. What is unknown or stale is neutral: it counts as the others' mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+
+from epp.plugin import Candidates, Duration, Endpoint, Floats, Handle, InferenceRequest, Mask, Outcome, Producer, Range
+
+RATE_BOUNDS = (50.0, 2_000_000.0)
+OVERHEAD_BOUNDS = (0.001, 30.0)
+BLIND_AFTER = 16
+"""Requests that ended without a first token ever seen, after which the response phase is taken to be off."""
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorParameters:
+    prefill_tokens_per_second: Annotated[float, Range(*RATE_BOUNDS)] = 8000.0
+    """Prefill rate of an endpoint until one is learned (about an 8B model on one datacentre GPU)."""
+    overhead: Duration = 0.03
+    """Seconds to a first token besides prefill, until learned."""
+    request_cost: Duration = 0.004
+    """Seconds each request already at an endpoint adds to a new one's first token: a longer step, a longer queue."""
+    decode_weight: Annotated[float, Range(min=0, max=10)] = 0.1
+    """What a second's delay of one request that is being served there weighs against a second of the first token."""
+    stale_after: Duration = 5.0
+    """Age at which a scraped gauge counts as unknown; when all are older, age is ignored."""
+    slow_start: Duration = 30.0
+    """Time in which an endpoint that joined comes up to its full rate; 0 = at once. No effect while all are new."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """What was expected of one endpoint when it was picked."""
+
+    work_tokens: float
+    """Uncached tokens of this request and of those ahead of it."""
+    uncached_tokens: float
+    load: float
+    prefill_s: float
+    """Seconds of this request's own prefill."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """The estimate of one request over the candidates its producer saw, until the pick."""
+
+    candidates: Candidates
+    work: Floats
+    uncached: Floats
+    load: Floats
+    rate: Floats
+
+
+class TTFTEstimator(Producer[EstimatorParameters]):
+    """Estimates seconds to the first token at each endpoint, and learns each endpoint's prefill rate and overhead.
+
+    `ttft = overhead + (tokens ahead + uncached) / rate + load * requestCost`. Both rate and overhead follow the
+    endpoint's own first-token times in small steps on a log scale, bounded, so that one odd request moves them little.
+    Where response phases are off no first token is seen: the start values stay, and the tokens ahead drain by the rate
+    instead of by first tokens. An endpoint without a learned rate counts as the median of those that have one.
+    """
+
+    type = "ttft-estimator"
+    Parameters = EstimatorParameters
+    reads = ("cached_tokens",)
+    writes = ("expected_ttft", "expected_cost")
+
+    def __init__(self, parameters: EstimatorParameters, handle: Handle, name: str) -> None:
+        super().__init__(parameters, handle, name)
+        self._models: dict[Endpoint, FirstTokenModel] = {}
+        self._mean_uncached = 1000.0
+        self._ended_unseen = 0
+
+    def produce(self, request: InferenceRequest, candidates: Candidates) -> None:
+        p = self.parameters
+        rate = _or_median(candidates.column("prefill_rate"), p.prefill_tokens_per_second)
+        rate = rate * _slow_start(candidates, p.slow_start)
+        overhead = _or_median(candidates.column("first_token_overhead"), p.overhead)
+        uncached = np.maximum(request.prompt_tokens - candidates.cached_tokens, 0.0)
+        foreign, load = _others(candidates, p.stale_after)
+        ahead = candidates.column("in_flight_tokens")
+        if self._ended_unseen >= BLIND_AFTER:
+            left_s = np.maximum(candidates.column("prefill_until") - candidates.now, 0.0)
+            ahead = np.minimum(ahead, left_s * rate)
+        work = ahead + foreign * self._mean_uncached + uncached
+        candidates.expected_ttft = overhead + work / rate + load * p.request_cost
+        candidates.expected_cost = candidates.expected_ttft + p.decode_weight * load * uncached / rate
+        request.attributes[self.name] = _Pending(candidates, work, uncached, load, rate)
+
+    def picked(self, request: InferenceRequest, endpoints: Mapping[str, Endpoint]) -> None:
+        pending = request.attributes.get(self.name)
+        if not isinstance(pending, _Pending):
+            return
+        now, expected = pending.candidates.now, {}
+        for endpoint in set(endpoints.values()):
+            i = pending.candidates.endpoints.index(endpoint)
+            prefill_s = float(pending.uncached[i] / pending.rate[i])
+            expected[endpoint] = Expectation(
+                float(pending.work[i]), float(pending.uncached[i]), float(pending.load[i]), prefill_s
+            )
+            self._mean_uncached += 0.05 * (float(pending.uncached[i]) - self._mean_uncached)
+            until = endpoint.get("prefill_until")
+            endpoint.set("prefill_until", max(now, until if until == until else now) + prefill_s)
+        request.attributes[self.name] = expected
+
+    def finished(self, request: InferenceRequest, endpoint: Endpoint, outcome: Outcome) -> None:
+        expected = request.attributes.pop(self.name, None)
+        expectation = expected.get(endpoint) if isinstance(expected, dict) else None
+        if expectation is None or (outcome.status or 200) >= 400 or outcome.served not in ("", endpoint.address):
+            return
+        if outcome.first_token_s is None:
+            if not outcome.aborted and self._ended_unseen >= 0:
+                self._ended_unseen += 1
+            return
+        self._ended_unseen = -1
+        work = expectation.work_tokens
+        if outcome.prompt_tokens is not None and outcome.cached_tokens is not None:
+            work += (outcome.prompt_tokens - outcome.cached_tokens) - expectation.uncached_tokens
+        seconds = outcome.first_token_s - expectation.load * self.parameters.request_cost
+        model = self._models.get(endpoint)
+        if model is None:
+            if endpoint.pool is None:
+                return
+            p = self.parameters
+            model = self._models[endpoint] = FirstTokenModel(p.prefill_tokens_per_second, max(p.overhead, 0.001))
+        model.observe(work_tokens=work, seconds=seconds)
+        if model.rate_samples:
+            endpoint.set("prefill_rate", model.rate)
+        if model.overhead_samples:
+            endpoint.set("first_token_overhead", model.overhead_s)
+
+    def removed(self, endpoint: Endpoint) -> None:
+        self._models.pop(endpoint, None)
+
+
+@dataclass(slots=True)
+class FirstTokenModel:
+    """`seconds = overhead + work / rate` of one endpoint, learned sample by sample.
+
+    A sample moves the one of the two that explains most of its time. Steps are on a log scale, cut to a factor of about
+    4.5, and shrink to a tenth: the first samples find the order of magnitude, later ones track slowly.
+    """
+
+    rate: float
+    overhead_s: float
+    rate_samples: int = 0
+    overhead_samples: int = 0
+
+    def observe(self, *, work_tokens: float, seconds: float) -> None:
+        if not (math.isfinite(seconds) and seconds > 0 and math.isfinite(work_tokens)):
+            return
+        prefill_s = max(work_tokens, 0.0) / self.rate
+        if prefill_s >= self.overhead_s:
+            implied = work_tokens / max(seconds - self.overhead_s, 0.1 * seconds)
+            self.rate = _step(self.rate, implied, self.rate_samples, RATE_BOUNDS)
+            self.rate_samples += 1
+        else:
+            implied = max(seconds - prefill_s, 0.1 * seconds)
+            self.overhead_s = _step(self.overhead_s, implied, self.overhead_samples, OVERHEAD_BOUNDS)
+            self.overhead_samples += 1
+
+
+def _step(value: float, implied: float, samples: int, bounds: tuple[float, float]) -> float:
+    gain = max(1.0 / (samples + 1), 0.1)
+    moved = value * math.exp(gain * min(max(math.log(implied / value), -1.5), 1.5))
+    return min(max(moved, bounds[0]), bounds[1])
+
+
+def _or_median(values: Floats, start: float) -> Floats:
+    """`values` with NaN replaced by the median of the known ones, or by `start` when none is known."""
+    known = values[~np.isnan(values)]
+    if len(known) == len(values):
+        return values
+    return np.where(np.isnan(values), np.median(known) if len(known) else start, values)
+
+
+def _slow_start(candidates: Candidates, duration_s: float) -> Floats:
+    """Factors on the rate, a quarter to 1, relative to the longest-serving candidate: all new is nobody new."""
+    ramp = np.maximum(candidates.ramp(duration_s), 0.25)
+    relative: Floats = ramp / ramp.max(initial=0.25)
+    return relative
+
+
+def _others(candidates: Candidates, stale_after_s: float) -> tuple[Floats, Floats]:
+    """Requests in each worker's queue that are not this picker's, and all requests there; both shape (n,)."""
+    own = candidates.column("in_flight")
+    unseen = candidates.column("unseen")
+    fresh = candidates.fresh(stale_after_s)
+    waiting, running = candidates.column("waiting"), candidates.column("running")
+    seen = np.maximum(own - unseen, 0.0)
+    foreign_waiting = np.maximum(waiting - seen, 0.0)
+    foreign = np.maximum(waiting + running - seen, 0.0)
+    return _neutral(foreign_waiting, fresh), own + _neutral(foreign, fresh)
+
+
+def _neutral(values: Floats, usable: Mask) -> Floats:
+    """`values` where known and usable; elsewhere their mean there, 0 when there is none."""
+    known = usable & ~np.isnan(values)
+    if known.all():
+        return values
+    return np.where(known, values, values[known].mean() if known.any() else 0.0)
