@@ -22,7 +22,7 @@ from typing import Any
 from epp.plugin import Filter, Picker, Plugin, Producer, ProfileHandler, Scorer
 
 ENTRY_POINT_GROUP = "kvsteer.plugins"
-SHIPPED = ("scorers", "filters", "epp.pickers", "epp.handlers", "epp.kvcache")
+SHIPPED = ("scorers", "filters", "epp.pickers", "epp.handlers", "epp.kvcache", "epp.estimate")
 ROLES: dict[str, type[Plugin[Any]]] = {
     "producer": Producer,
     "filter": Filter,
