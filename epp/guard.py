@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -80,6 +81,8 @@ class Guard:
     def _call_guarded(self, now: float, function: Callable[..., T], args: tuple[Any, ...]) -> T:
         if self._worker is None:
             self._worker = _Worker(self.plugin.name)
+            # The thread ends with the guard: requests picked before a reload still tell the old plugin how they ended.
+            weakref.finalize(self, self._worker.calls.put, None)
         if now < self._until or self._worker.busy:
             raise Fault("quarantined")
         call = self._worker.start(function, args)
@@ -90,11 +93,6 @@ class Guard:
             raise Fault("raised", f"{type(call.error).__name__}: {call.error}") from call.error
         result: T = call.result
         return result
-
-    def close(self) -> None:
-        """Let the thread end (at once, or when a hanging call returns)."""
-        if self._worker is not None:
-            self._worker.calls.put(None)
 
 
 class _Call:

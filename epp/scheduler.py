@@ -61,20 +61,21 @@ class Scheduler:
         self,
         config: PickerConfig,
         *,
-        random: Random,
+        random: Random | None = None,
         previous: Scheduler | None = None,
         limits: Limits | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         """Make the plugins. An exception of a plugin's constructor comes through, and `previous` stays as it was.
 
-        `previous`: a plugin with the same name, class and parameters is taken over from there with its state.
+        `previous`: a plugin with the same name, class and parameters is taken over from there with its state, and what
+        is not given here (randomness, limits, clock) stays as there.
         """
         self.config = config
         self.faults: Faults = previous.faults if previous else Faults()
-        self.handle: Handle = previous.handle if previous else Handle(random=random)
+        self.handle: Handle = previous.handle if previous else Handle(random=random or Random())
         self._limits: Limits = limits or (previous._limits if previous else Limits())
-        self._clock = clock
+        self._clock: Callable[[], float] = clock or (previous._clock if previous else time.perf_counter)
         self._guards: dict[str, Guard] = {}
         for wanted in config.plugins:
             kept = previous._kept(wanted.name, wanted.cls, wanted.parameters) if previous else None
@@ -295,13 +296,6 @@ class Scheduler:
             except Fault as fault:
                 self.faults.note(name, fault)
         return answers
-
-    def close(self, successor: Scheduler | None = None) -> None:
-        """End the threads of foreign plugins that `successor` did not take over."""
-        kept = set(map(id, successor._guards.values())) if successor else set()
-        for guard in self._guards.values():
-            if id(guard) not in kept:
-                guard.close()
 
 
 def _overrides(plugin: Plugin[Any], hook: str) -> bool:

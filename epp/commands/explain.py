@@ -1,0 +1,47 @@
+"""`kvsteer explain`: one decision as a table."""
+
+from __future__ import annotations
+
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from epp.explain import explain, find, read
+
+MAX_BYTES = 256 << 20
+
+
+@click.command("explain")
+@click.argument("source", metavar="FILE|URL|-")
+@click.option("--id", "request_id", help="The request to explain; without it, the last one.")
+def command(source: str, request_id: str | None) -> None:
+    """Explain a decision from a decision log FILE, the admin port (URL: http://127.0.0.1:9090) or standard input."""
+    try:
+        record = find(read(fetch(source)), request_id)
+    except (OSError, ValueError) as error:
+        raise click.ClickException(f"{source}: {error}") from None
+    if record is None:
+        raise click.ClickException(f"{source}: no decision" + (f" for request {request_id}" if request_id else ""))
+    Console().print(explain(record))
+
+
+def fetch(source: str) -> str:
+    """The text behind a file name, a URL or `-`. Of a longer log only the last 256 MB are read."""
+    if source == "-":
+        return sys.stdin.read()
+    if not source.startswith(("http://", "https://")):
+        with Path(source).open("rb") as file:
+            start = max(file.seek(0, 2) - MAX_BYTES, 0)
+            file.seek(start)
+            if start:
+                file.readline()
+            return file.read().decode("utf-8", "replace")
+    scheme, _, rest = source.partition("://")
+    url = source if "/" in rest.rstrip("/") else f"{scheme}://{rest.rstrip('/')}/debug/decisions"
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        body: bytes = answer.read(MAX_BYTES)
+        return body.decode("utf-8", "replace")

@@ -1,0 +1,163 @@
+"""Explains a decision to a person: one table per profile, a row per endpoint, a column per filter and scorer.
+
+In: a decision as plain values (`Decision.as_dict`, with `outcome` when the request is over). Out: things that `rich`
+prints. Also finds decisions in what a decision log or `/debug/decisions` gives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+Record = Mapping[str, Any]
+
+
+def read(text: str) -> Iterator[Record]:
+    """Decisions in a text: JSON lines, one JSON object, or a JSON list (also under the key `decisions`).
+
+    Raises ValueError, naming the line, for anything else.
+    """
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        yield from _lines(text)
+        return
+    if isinstance(whole, dict) and isinstance(whole.get("decisions"), list):
+        whole = whole["decisions"]
+    for i, record in enumerate(whole if isinstance(whole, list) else [whole], 1):
+        yield _checked(record, f"entry {i}")
+
+
+def _lines(text: str) -> Iterator[Record]:
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                raise ValueError(f"line {number} is not JSON") from None
+            yield _checked(record, f"line {number}")
+
+
+def _checked(record: Any, place: str) -> Record:
+    if not (isinstance(record, dict) and isinstance(record.get("profiles"), list) and "request_id" in record):
+        raise ValueError(f"{place} is not a decision")
+    return record
+
+
+def find(records: Iterable[Record], request_id: str | None) -> Record | None:
+    """The last decision, or the last of one request."""
+    found = None
+    for record in records:
+        if request_id is None or record["request_id"] == request_id:
+            found = record
+    return found
+
+
+def explain(record: Record) -> RenderableType:
+    """A decision as a headline, a table per profile, and what came of it."""
+    parts: list[RenderableType] = [_headline(record)]
+    parts += [_profile(profile) for profile in record["profiles"]]
+    parts.append(_estimate_and_outcome(record))
+    reasons = record.get("reasons") or []
+    if reasons:
+        parts.append(Text("reasons: " + ", ".join(map(str, reasons)), style="yellow"))
+    timing = record.get("timing") or {}
+    if timing:
+        parts.append(Text("timing: " + ", ".join(f"{k} {v * 1e6:.0f} us" for k, v in timing.items()), style="dim"))
+    return Group(*parts)
+
+
+def _headline(record: Record) -> Text:
+    endpoints = record.get("endpoints") or []
+    text = Text.assemble(("request ", "dim"), str(record["request_id"]), ("  model ", "dim"), str(record.get("model")))
+    text.append(f"  {record.get('api', '')}  ", "dim")
+    if not endpoints:
+        return text.append("no endpoint", "bold red")
+    text.append(f"-> {endpoints[0]}", "bold green")
+    return text.append(f"  fallbacks {', '.join(endpoints[1:])}", "dim") if endpoints[1:] else text
+
+
+def _profile(profile: Mapping[str, Any]) -> RenderableType:
+    table = Table(title=escape(f"profile {profile['name']}, picker {profile['picker']}"), title_justify="left")
+    table.add_column("endpoint", no_wrap=True)
+    filters, scorers = profile["filters"], profile["scorers"]
+    for step in filters:
+        table.add_column(escape(step["name"]), justify="center")
+    for step in scorers:
+        table.add_column(escape(f"{step['name']}\nraw x {step['weight']:g}"), justify="right")
+    table.add_column("total", justify="right")
+    table.add_column("chosen", justify="center")
+    candidates, chosen = profile["candidates"], profile["chosen"]
+    for endpoint in _by_rank(profile):
+        cells = [endpoint]
+        stays = True
+        for step in filters:
+            kept = endpoint in step["kept"]
+            cells.append("" if not stays else "yes" if kept else "[red]no[/]")
+            stays = stays and kept
+        row = candidates.index(endpoint) if endpoint in candidates else None
+        for step in scorers:
+            cells.append("" if row is None else _score(step["raw"][row], step["weight"]))
+        cells.append("" if row is None else _number(profile["totals"][row]))
+        cells.append(
+            "" if endpoint not in chosen else "*" if endpoint == chosen[0] else str(chosen.index(endpoint) + 1)
+        )
+        table.add_row(*cells, style="bold green" if chosen[:1] == [endpoint] else None)
+    faults = [f"{step['name']}: {step['fault']}" for step in (*filters, *scorers) if step["fault"]]
+    lost = _lost(profile)
+    notes = [Text(f"at fault, left out: {fault}", style="red") for fault in faults]
+    return Group(table, *notes, *([Text(lost, style="dim")] if lost else []))
+
+
+def _by_rank(profile: Mapping[str, Any]) -> list[str]:
+    """The chosen ones first, then by total, then those a filter took out."""
+    chosen, totals = profile["chosen"], dict(zip(profile["candidates"], profile["totals"], strict=False))
+    rest = sorted((e for e in totals if e not in chosen), key=lambda e: -(totals[e] or 0.0))
+    seen = dict.fromkeys([*chosen, *rest])
+    for step in profile["filters"]:
+        seen.update(dict.fromkeys(step["kept"]))
+    return list(seen)
+
+
+def _lost(profile: Mapping[str, Any]) -> str:
+    """What the trace cannot show by name: endpoints that the first filter already took out."""
+    filters = profile["filters"]
+    count = filters[0]["before"] - len(filters[0]["kept"]) if filters else 0
+    return f"{count} endpoints taken out by {filters[0]['name']} are not listed" if count else ""
+
+
+def _score(raw: float | None, weight: float) -> str:
+    return "none" if raw is None else f"{_number(raw)} [dim]{_number(raw * weight)}[/]"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3f}"
+
+
+def _estimate_and_outcome(record: Record) -> RenderableType:
+    estimate, outcome = record.get("estimate") or {}, record.get("outcome")
+    table = Table.grid(padding=(0, 2))
+    ttft = estimate.get("ttft_s")
+    table.add_row(
+        "expected",
+        f"{estimate.get('cached_tokens', 0)} of {estimate.get('prompt_tokens', 0)} prompt tokens cached",
+        "" if ttft is None else f"first token in {ttft:.3f} s",
+    )
+    if outcome is not None:
+        cached, prompt, first = outcome.get("cached_tokens"), outcome.get("prompt_tokens"), outcome.get("first_token_s")
+        ended = "aborted" if outcome.get("aborted") else f"status {outcome.get('status') or 'not seen'}"
+        table.add_row(
+            "came out",
+            "usage not seen"
+            if prompt is None
+            else f"{'?' if cached is None else cached} of {prompt} prompt tokens cached",
+            "" if first is None else f"first token in {first:.3f} s",
+            ended,
+        )
+    return table
