@@ -77,9 +77,9 @@ class DecisionLog:
         except queue.Full:
             self._drop("the disk does not keep up")
 
-    def recent(self, limit: int = 50, request_id: str | None = None) -> list[dict[str, Any]]:
-        """The last decisions, newest first, rendered now."""
-        chosen = [e for e in reversed(self._recent.values()) if request_id is None or e[0].request_id == request_id]
+    def recent(self, limit: int = 50, request_id: str = "") -> list[dict[str, Any]]:
+        """The last decisions, of one request when its id is given, newest first; rendered now."""
+        chosen = [e for e in reversed(self._recent.values()) if not request_id or e[0].request_id == request_id]
         return [render(*entry) for entry in chosen[:limit]]
 
     def close(self, timeout_s: float = 5.0) -> None:
