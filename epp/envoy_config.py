@@ -67,6 +67,7 @@ from envoy_data_plane.envoy.config.endpoint.v3 import (
 from envoy_data_plane.envoy.config.listener.v3 import Filter, FilterChain, Listener
 from envoy_data_plane.envoy.config.overload.v3 import OverloadManager, ResourceMonitor
 from envoy_data_plane.envoy.config.route.v3 import (
+    HeaderMatcher,
     RetryPolicy,
     RetryPolicyRetryHostPredicate,
     Route,
@@ -148,7 +149,7 @@ MESSAGE_TIMEOUT = timedelta(seconds=10)
 STREAM_IDLE_TIMEOUT = timedelta(hours=1)
 WORKER_IDLE_TIMEOUT = timedelta(seconds=4)
 """Shorter than uvicorn's keep-alive of 5 s, so that Envoy, not the worker, closes an idle connection."""
-HEALTH_INTERVAL = timedelta(seconds=2)
+HEALTH_INTERVAL = timedelta(seconds=1)
 RETRIES = 2
 
 _FIRST_NAMESPACE, _FIRST_KEY = "kvsteer", "destination"
@@ -210,18 +211,8 @@ def _listener(options: EnvoyOptions) -> Listener:
                     name="all",
                     domains=["*"],
                     request_body_buffer_limit=BODY_LIMIT_BYTES,
-                    retry_policy=_retry_policy(options),
                     response_headers_to_add=_session_header(options),
-                    routes=[
-                        Route(
-                            match=RouteMatch(prefix="/", grpc=RouteMatchGrpcRouteMatchOptions()),
-                            route=RouteAction(cluster=GRPC_POOL_CLUSTER, timeout=timedelta(0)),
-                        ),
-                        Route(
-                            match=RouteMatch(prefix="/"),
-                            route=RouteAction(cluster=POOL_CLUSTER, timeout=timedelta(0)),
-                        ),
-                    ],
+                    routes=_routes(options),
                 )
             ]
         ),
@@ -243,6 +234,24 @@ def _listener(options: EnvoyOptions) -> Listener:
             )
         ],
     )
+
+
+def _routes(options: EnvoyOptions) -> list[Route]:
+    """To the pool, gRPC over HTTP/2, the rest over HTTP/1.1, with retries where those are safe."""
+
+    def route(match: RouteMatch, cluster: str, *, retry: bool = True) -> Route:
+        policy = _retry_policy(options) if retry else None
+        return Route(match=match, route=RouteAction(cluster=cluster, timeout=timedelta(0), retry_policy=policy))
+
+    routes = [
+        route(RouteMatch(prefix="/", grpc=RouteMatchGrpcRouteMatchOptions()), GRPC_POOL_CLUSTER),
+        route(RouteMatch(prefix="/"), POOL_CLUSTER),
+    ]
+    if options.profile is Profile.GATEWAY:
+        # Envoy sends a full-duplex body that ends by trailers twice where a retry policy applies (envoy issue 45470).
+        trailers = RouteMatch(prefix="/", headers=[HeaderMatcher(name="trailer", present_match=True)])
+        routes.insert(0, route(trailers, POOL_CLUSTER, retry=False))
+    return routes
 
 
 _SEND, _SKIP = ProcessingModeHeaderSendMode.SEND, ProcessingModeHeaderSendMode.SKIP
