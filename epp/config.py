@@ -11,14 +11,15 @@ for nothing but the order of filters in a profile that was not written out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from epp import field_types
-from epp.document import Node, Problem, Problems, convert, decode, join, parse, show, unknown
+from epp.document import Node, Problem, Problems, camel, convert, decode, join, parse, show, unknown
 from epp.plugin import DEFAULT_PRODUCERS, Filter, Picker, Plugin, Producer, ProfileHandler, Scorer
 from epp.registry import Registry, RegistryError, default_registry, roles
 
@@ -340,6 +341,10 @@ class _Reader:
 
     def producers(self, root: Node) -> tuple[str, ...]:
         """Add the producers that what is configured needs; all of them in an order in which each finds its input."""
+        for producer in [p for p in self.plugins.values() if issubclass(p.cls, Producer)]:
+            for reader, name, _ in self.set_by_readers(producer):
+                message = f'has no effect: the file configures "{producer.name}", whose own parameters hold'
+                self.warn(reader.line, f"{reader.name}.{camel(name)}", message)
         while missing := self.read_fields() - self.written_fields():
             field = min(missing)
             if field not in DEFAULT_PRODUCERS:
@@ -349,6 +354,7 @@ class _Reader:
             type_ = DEFAULT_PRODUCERS[field]
             if type_ in self.silent or self.inject(type_, root) not in self.plugins:
                 return ()
+            self.plugins[type_] = self.passed_on(self.plugins[type_], root)
             if field not in self.written_fields():
                 self.problems.add(root, "plugins", f'"{type_}" should write {field} and does not')
                 return ()
@@ -366,6 +372,30 @@ class _Reader:
             ordered.append(ready.name)
             waiting.remove(ready)
         return tuple(ordered)
+
+    def passed_on(self, producer: PluginConfig, root: Node) -> PluginConfig:
+        """Give a producer we add the parameters that its readers set for it: theirs of the same name, not None."""
+        given: dict[str, tuple[Any, str]] = {}
+        for reader, name, value in self.set_by_readers(producer):
+            other, by = given.setdefault(name, (value, reader.name))
+            if other != value:
+                message = f'"{by}" and "{reader.name}" set {camel(name)} differently; configure a {producer.name}'
+                self.problems.add(reader.line, "plugins", message)
+        values = {name: value for name, (value, _) in given.items()}
+        try:
+            return dataclasses.replace(producer, parameters=producer.cls.Parameters(**values))
+        except ValueError as error:
+            self.problems.add(root, "plugins", f"{producer.name}: {error}")
+            return producer
+
+    def set_by_readers(self, producer: PluginConfig) -> Iterator[tuple[PluginConfig, str, Any]]:
+        names = {f.name for f in dataclasses.fields(producer.cls.Parameters)}
+        for reader in self.plugins.values():
+            if reader.name != producer.name and set(reader.cls.reads) & set(_writes(producer)):
+                for f in dataclasses.fields(reader.cls.Parameters):
+                    value = getattr(reader.parameters, f.name)
+                    if f.name in names and value is not None:
+                        yield reader, f.name, value
 
     def read_fields(self) -> set[str]:
         return {field for p in self.plugins.values() for field in p.cls.reads}
