@@ -70,12 +70,14 @@ class Guard:
         self._until = float("-inf")
 
     def call(self, now: float, function: Callable[..., T], *args: Any) -> T:
-        """The result of `function(*args)`; raises Fault and nothing else."""
+        """The result of `function(*args)`, which may itself raise Fault; raises Fault and nothing else."""
         if self._inline:
             try:
                 return function(*args)
+            except Fault:
+                raise
             except Exception as error:
-                raise Fault("raised", f"{type(error).__name__}: {error}") from error
+                raise _raised(error) from error
         return self._call_guarded(now, function, args)
 
     def _call_guarded(self, now: float, function: Callable[..., T], args: tuple[Any, ...]) -> T:
@@ -89,10 +91,16 @@ class Guard:
         if not call.done.acquire(timeout=self._limits.time_limit_s):
             self._until = now + self._limits.retry_after_s
             raise Fault("timeout", f"no answer in {self._limits.time_limit_s * 1000:g} ms")
+        if isinstance(call.error, Fault):
+            raise call.error
         if call.error is not None:
-            raise Fault("raised", f"{type(call.error).__name__}: {call.error}") from call.error
+            raise _raised(call.error) from call.error
         result: T = call.result
         return result
+
+
+def _raised(error: BaseException) -> Fault:
+    return Fault("raised", f"{type(error).__name__}: {error}"[:500])
 
 
 class _Call:

@@ -14,9 +14,11 @@ fault is in the trace and in the decision's reasons, is counted in `faults`, and
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from random import Random
 from typing import Any, cast
 
@@ -24,7 +26,7 @@ import numpy as np
 
 from epp.config import PickerConfig, ProfileConfig
 from epp.decision import Decision, Estimate, FilterTrace, ProfileTrace, ScorerTrace
-from epp.endpoint import Candidates, Endpoint, Floats
+from epp.endpoint import Candidates, Endpoint, Floats, Mask
 from epp.guard import Fault, Faults, Guard, Limits
 from epp.pickers import HowMany, MaxScorePicker
 from epp.plugin import Filter, Handle, Outcome, Picker, Plugin, Producer, ProfileHandler, Scorer
@@ -130,9 +132,10 @@ class Scheduler:
             for name, guard, producer in self._producers:
                 try:
                     guard.call(candidates.now, producer.produce, request, candidates)
-                    _check_produced(candidates)
                 except Fault as fault:
                     self._note(name, fault, reasons)
+                if wrong := _repair(candidates):
+                    self._note(name, Fault("shape", wrong), reasons)
             _freeze(candidates)
             produced = clock()
             self._run_profiles(request, candidates, results, estimates, traces, reasons)
@@ -166,10 +169,7 @@ class Scheduler:
         handler, guard = self._handler, self._handler_guard
         for _ in range(len(self._names) + 1):
             try:
-                names = guard.call(candidates.now, handler.next_profiles, request, self._names, results)
-                wrong = [n for n in names if n not in self._profiles or n in results]
-                if wrong:
-                    raise Fault("shape", f"asked for profile {wrong[0]!r}, which is unknown or has run")
+                names = guard.call(candidates.now, _next_profiles, handler, request, self._names, results)
             except Fault as fault:
                 self._note(handler.name, fault, reasons)
                 names = [n for n in self._names if n not in results]
@@ -182,10 +182,7 @@ class Scheduler:
 
     def _primary(self, now: float, results: dict[str, Sequence[Endpoint] | None], reasons: list[str]) -> str | None:
         try:
-            primary = self._handler_guard.call(now, self._handler.primary, results)
-            if primary is not None and primary not in results:
-                raise Fault("shape", f"named profile {primary!r}, which did not run")
-            return primary
+            return self._handler_guard.call(now, _primary, self._handler, results)
         except Fault as fault:
             self._note(self._handler.name, fault, reasons)
             return next((name for name, endpoints in results.items() if endpoints), None)
@@ -204,10 +201,7 @@ class Scheduler:
         for name, guard, filter_ in profile.filters:
             before, text = len(remaining), ""
             try:
-                keep = np.asarray(guard.call(now, filter_.filter, request, remaining))
-                if keep.shape != (before,) or keep.dtype != np.bool_:
-                    raise Fault("shape", f"returned {keep.dtype} of shape {keep.shape} for {before} candidates")
-                remaining = remaining.select(keep)
+                remaining = remaining.select(guard.call(now, _mask, filter_, request, remaining))
             except Fault as fault:
                 text = self._note(name, fault, reasons)
             filters.append(FilterTrace(name, before, remaining.endpoints, text))
@@ -218,10 +212,10 @@ class Scheduler:
         scorers, totals = self._score(profile, request, remaining, reasons)
         name, guard, picker = profile.picker
         try:
-            chosen = _chosen(guard.call(now, picker.pick, request, remaining, totals), remaining)
+            chosen = guard.call(now, _chosen, picker, request, remaining, totals)
         except Fault as fault:
             self._note(name, fault, reasons)
-            chosen = _chosen(self._fallback_picker.pick(request, remaining, totals), remaining)
+            chosen = _chosen(self._fallback_picker, request, remaining, totals)
         estimates[profile.name] = _estimate(request, remaining, chosen[0])
         return ProfileTrace(profile.name, tuple(filters), remaining.endpoints, scorers, totals, name, chosen)
 
@@ -236,15 +230,9 @@ class Scheduler:
         texts = [""] * len(profile.scorers)
         for i, (name, guard, scorer) in enumerate(profile.scorers):
             try:
-                scores = guard.call(candidates.now, scorer.score, request, candidates)
-                if len(scores) != count:
-                    raise Fault("shape", f"returned {len(scores)} scores for {count} candidates")
-                raw[i] = scores
+                raw[i] = guard.call(candidates.now, _scores, scorer, request, candidates)
             except Fault as fault:
                 texts[i] = self._note(name, fault, reasons)
-            except (TypeError, ValueError) as error:
-                raw[i] = 0.0
-                texts[i] = self._note(name, Fault("shape", str(error)), reasons)
         # False also when there is a NaN.
         if not (raw.min() >= 0.0 and raw.max() <= 1.0):
             for i, missing in enumerate(np.isnan(raw).sum(axis=1).tolist()):
@@ -277,7 +265,8 @@ class Scheduler:
         headers: dict[str, str] = {}
         if self._hooks["response_headers"]:
             for added in self._run_hooks("response_headers", now, request, _first_endpoints(decision)):
-                headers.update(added)
+                if isinstance(added, Mapping):
+                    headers.update((str(name), str(value)) for name, value in added.items())
         return headers
 
     def finished(self, request: InferenceRequest, endpoint: Endpoint, outcome: Outcome, now: float) -> None:
@@ -306,17 +295,23 @@ def _first_endpoints(decision: Decision) -> Mapping[str, Endpoint]:
     return {trace.name: trace.chosen[0] for trace in decision.profiles if trace.chosen}
 
 
-def _check_produced(candidates: Candidates) -> None:
-    """Undo and report what a producer left that a scorer could not use."""
-    cached, shape = candidates.cached_tokens, (len(candidates),)
-    if not isinstance(cached, np.ndarray) or cached.shape != shape or not np.isfinite(cached).all():
+def _repair(candidates: Candidates) -> str:
+    """Replace what a producer left (even one that was cut off) that nobody could use; say what it was."""
+    wrong, shape = "", (len(candidates),)
+    cached = candidates.cached_tokens
+    if not _are_numbers(cached, shape) or not np.isfinite(cached).all():
         candidates.cached_tokens = np.zeros(shape)
-        raise Fault("shape", "cached_tokens must be finite numbers, one per candidate")
+        wrong = "cached_tokens must be finite numbers, one per candidate"
     for field in ("expected_ttft", "expected_cost"):
         values = getattr(candidates, field)
-        if values is not None and (not isinstance(values, np.ndarray) or values.shape != shape):
+        if values is not None and not _are_numbers(values, shape):
             setattr(candidates, field, None)
-            raise Fault("shape", f"{field} must be numbers, one per candidate")
+            wrong = f"{field} must be numbers, one per candidate"
+    return wrong
+
+
+def _are_numbers(values: Any, shape: tuple[int]) -> bool:
+    return isinstance(values, np.ndarray) and values.shape == shape and values.dtype.kind in "fiu"
 
 
 def _freeze(candidates: Candidates) -> None:
@@ -329,19 +324,67 @@ def _freeze(candidates: Candidates) -> None:
             setattr(candidates, field, values)
 
 
-def _chosen(picks: Any, candidates: Candidates) -> tuple[Endpoint, ...]:
-    """The endpoints at `picks`; raises Fault unless these are indices of candidates, at least one."""
-    try:
-        indices = [int(i) for i in picks]
-    except (TypeError, ValueError) as error:
-        raise Fault("shape", f"picked {picks!r:.80}") from error
-    if not indices or min(indices) < 0 or max(indices) >= len(candidates):
-        raise Fault("shape", f"picked {indices[:8]} of {len(candidates)} candidates")
-    return tuple(dict.fromkeys(candidates[i] for i in indices))
-
-
 def _estimate(request: InferenceRequest, candidates: Candidates, endpoint: Endpoint) -> Estimate:
     row = candidates.endpoints.index(endpoint)
     expected = candidates.expected_ttft
     ttft = float(expected[row]) if expected is not None and row < len(expected) else math.nan
     return Estimate(request.prompt_tokens, int(candidates.cached_tokens[row]), ttft if math.isfinite(ttft) else None)
+
+
+# --- what runs under a plugin's guard: the call, and the reading of what it gave ---
+
+
+def _next_profiles(
+    handler: ProfileHandler[Any],
+    request: InferenceRequest,
+    profiles: Sequence[str],
+    results: Mapping[str, Sequence[Endpoint] | None],
+) -> Sequence[str]:
+    names = list(handler.next_profiles(request, profiles, results))
+    for name in names:
+        if name not in profiles or name in results:
+            raise Fault("shape", f"asked for profile {name!r:.80}, which is unknown or has run")
+    return list(dict.fromkeys(names))
+
+
+def _primary(handler: ProfileHandler[Any], results: Mapping[str, Sequence[Endpoint] | None]) -> str | None:
+    primary = handler.primary(results)
+    if primary is not None and primary not in results:
+        raise Fault("shape", f"named profile {primary!r:.80}, which did not run")
+    return primary
+
+
+def _mask(filter_: Filter[Any], request: InferenceRequest, candidates: Candidates) -> Mask:
+    given = filter_.filter(request, candidates)
+    try:
+        keep = np.asarray(given)
+    except Exception as error:
+        raise Fault("shape", f"{type(error).__name__}: {error}") from error
+    if keep.shape != (len(candidates),) or keep.dtype != np.bool_:
+        raise Fault("shape", f"returned {keep.dtype} of shape {keep.shape} for {len(candidates)} candidates")
+    return keep
+
+
+def _scores(scorer: Scorer[Any], request: InferenceRequest, candidates: Candidates) -> Floats:
+    given = scorer.score(request, candidates)
+    try:
+        scores = np.asarray(given, dtype=np.float64)
+    except Exception as error:
+        raise Fault("shape", f"{type(error).__name__}: {error}") from error
+    if scores.shape != (len(candidates),):
+        raise Fault("shape", f"returned shape {scores.shape} for {len(candidates)} candidates")
+    return scores
+
+
+def _chosen(
+    picker: Picker[Any], request: InferenceRequest, candidates: Candidates, totals: Floats
+) -> tuple[Endpoint, ...]:
+    given = picker.pick(request, candidates, totals)
+    count = len(candidates)
+    try:
+        indices = [operator.index(i) for i in islice(given, count)]
+    except Exception as error:
+        raise Fault("shape", f"picked {given!r:.80}") from error
+    if not indices or min(indices) < 0 or max(indices) >= count:
+        raise Fault("shape", f"picked {indices[:8]} of {count} candidates")
+    return tuple(dict.fromkeys([candidates.endpoints[i] for i in indices]))
