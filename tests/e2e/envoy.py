@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import aiohttp
 import yaml
@@ -59,11 +59,13 @@ async def until(look: Callable[[], Awaitable[T]], done: Callable[[T], bool], wit
 
 
 @asynccontextmanager
-async def running_envoy(options: EnvoyOptions) -> AsyncIterator[RunningEnvoy]:
-    """Envoy with the configuration of `options`, its two ports replaced by free ones."""
+async def running_envoy(
+    options: EnvoyOptions, edit: Callable[[Any], None] = lambda tree: None
+) -> AsyncIterator[RunningEnvoy]:
+    """Envoy with the configuration of `options`, its two ports replaced by free ones, then changed by `edit`."""
     with tempfile.TemporaryDirectory(prefix="kvsteer-envoy-") as directory:
         path = Path(directory)
-        (path / "envoy.yaml").write_text(_on_free_ports(render(options)))
+        (path / "envoy.yaml").write_text(_on_free_ports(render(options), edit))
         envoy = shutil.which("envoy") or f"{sysconfig.get_path('scripts')}/envoy"
         process = await asyncio.create_subprocess_exec(
             envoy,
@@ -86,10 +88,11 @@ async def running_envoy(options: EnvoyOptions) -> AsyncIterator[RunningEnvoy]:
             await process.wait()
 
 
-def _on_free_ports(text: str) -> str:
+def _on_free_ports(text: str, edit: Callable[[Any], None]) -> str:
     tree = yaml.safe_load(text)
     for place in (tree["admin"], tree["static_resources"]["listeners"][0]):
         place["address"]["socket_address"]["port_value"] = 0
+    edit(tree)
     return yaml.safe_dump(tree)
 
 
