@@ -11,18 +11,17 @@ which does not recurse, at `MAX_DEPTH`. Numbers of any length pass: they are ski
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
 from json.decoder import JSONDecodeError
 
 import msgspec
+import numpy as np
 from msgspec import Raw
 
 from epp.api.errors import BadRequest
+from epp.api.scan import members
 
 MAX_DEPTH = 512
 """Nesting of a body that needs the tolerant reader (Python's own parser stops near 1,000)."""
-
 
 UTF8_CHECKED_BYTES = 16_384
 
@@ -40,6 +39,7 @@ class Fields(msgspec.Struct):
     system: Raw = Raw()
     instructions: Raw = Raw()
     stream: Raw = Raw()
+    stream_options: Raw = Raw()
     cache_salt: Raw = Raw()
     max_tokens: Raw = Raw()
     max_completion_tokens: Raw = Raw()
@@ -51,8 +51,6 @@ class Fields(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(Fields).decode
-_TOKEN = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[{}\[\],:]', re.DOTALL)
-_SPACE = b" \t\r\n"
 
 
 def read_fields(body: bytes) -> Fields:
@@ -77,29 +75,20 @@ def kind_of(raw: Raw) -> bytes:
     return b"" if first == b"n" else first
 
 
-def members(body: bytes) -> Iterator[tuple[str, int, int]]:
-    """(name, start, end) of every top-level member's value, in order; `body` must be known to be a JSON object.
+def span_of(body: bytes, raw: Raw) -> tuple[int, int] | None:
+    """Where in `body` a value lies that `read_fields` found there; None when it is absent.
 
-    Raises BadRequest when it is nested deeper than `MAX_DEPTH`.
+    msgspec documents `Raw` as a view of its input; the difference of the addresses is the offset.
     """
-    depth, name, start = 0, None, -1
-    for match in _TOKEN.finditer(body):
-        token = match[0]
-        if token in (b"{", b"["):
-            depth += 1
-            if depth > MAX_DEPTH:
-                raise BadRequest("", f"is nested deeper than {MAX_DEPTH} levels")
-        elif token in (b"}", b"]"):
-            depth -= 1
-        if depth == 1 and name is None and token[:1] == b'"':
-            name = json.loads(token.decode("utf-8", "surrogatepass"), strict=False)
-        elif depth == 1 and start < 0 and token == b":":
-            start = match.end()
-        elif name is not None and (depth == 0 or (depth == 1 and token == b",")):
-            value = body[start : match.start()]
-            start += len(value) - len(value.lstrip(_SPACE))
-            yield name, start, start + len(value.strip(_SPACE))
-            name, start = None, -1
+    if not memoryview(raw).nbytes or not body:
+        return None
+    start = _address(raw) - _address(body)
+    end = start + memoryview(raw).nbytes
+    return (start, end) if start >= 0 and end <= len(body) else None
+
+
+def _address(data: bytes | Raw) -> int:
+    return int(np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0])
 
 
 def _tolerant(body: bytes) -> Fields:
@@ -113,7 +102,11 @@ def _tolerant(body: bytes) -> Fields:
     if not isinstance(parsed, dict):
         raise BadRequest("", "must be a JSON object")
     known = Fields.__struct_fields__
-    return Fields(**{name: Raw(body[start:end]) for name, start, end in members(body) if name in known})
+    view = memoryview(body)
+    try:
+        return Fields(**{name: Raw(view[start:end]) for name, start, end in members(body, MAX_DEPTH) if name in known})
+    except ValueError as error:
+        raise BadRequest("", f"is {error}") from None
 
 
 def _decode_utf8(body: bytes) -> str:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from epp.api.errors import BadRequest
 from epp.api.fields import Fields, kind_of, read_fields
+from epp.api.grpc_engine import read_grpc_request
 from epp.api.media import has_media
 from epp.api.paths import api_of
 from epp.request import Api, InferenceRequest, RequestHead
@@ -70,6 +71,8 @@ def parse_request(head: RequestHead, body: bytes | None, request_id: str) -> Inf
         _read_other(request, body)
     elif not body:
         raise BadRequest("", "is empty")
+    elif api in (Api.GRPC_GENERATE, Api.GRPC_EMBED):
+        _conclude(request, read_grpc_request(request, body))
     else:
         _read(request, read_fields(body))
     request.target_model = request.model
@@ -103,13 +106,14 @@ def _read(request: InferenceRequest, fields: Fields) -> None:
     request.session_id = request.session_id or _session(fields)
     request.prompt_seed = _seed(fields)
     _read_prompts(request, fields)
-    if request.prompts:
-        _count_tokens(request)
-    else:
-        request.attributes.setdefault(LOAD_ONLY, "no-prompt")
+    _conclude(request, "no-prompt")
 
 
-def _count_tokens(request: InferenceRequest) -> None:
+def _conclude(request: InferenceRequest, reason: str) -> None:
+    """Count the prompts' tokens, or keep why there are none."""
+    if not request.prompts:
+        request.attributes.setdefault(LOAD_ONLY, reason)
+        return
     request.tokens_exact = not any(isinstance(prompt, bytes) for prompt in request.prompts)
     count = sum(len(p) // BYTES_PER_TOKEN if isinstance(p, bytes) else len(p) for p in request.prompts)
     request.prompt_tokens = count if request.tokens_exact else count + len(request.prompt_seed) // BYTES_PER_TOKEN
