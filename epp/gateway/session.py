@@ -62,3 +62,5 @@ class Service:
     max_message_bytes: int = 64 << 20
     """Longest message taken from a peer; a longer one ends the RPC with RESOURCE_EXHAUSTED."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+    watches: frozenset[str] = frozenset()
+    """Paths whose RPCs hold no work (a health Watch): a drain ends them at once instead of waiting for them."""
