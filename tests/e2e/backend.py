@@ -120,7 +120,7 @@ class Worker:
 
 
 @asynccontextmanager
-async def running_worker(name: str) -> AsyncIterator[Worker]:
+async def running_worker(name: str, host: str = "127.0.0.1") -> AsyncIterator[Worker]:
     """A worker on a free port of the loopback, stopped with its connections at the end."""
     worker = Worker(name)
     tasks: set[asyncio.Task[None]] = set()
@@ -134,9 +134,9 @@ async def running_worker(name: str) -> AsyncIterator[Worker]:
         finally:
             tasks.discard(task)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=LIMIT, backlog=2048)
-    host, port = server.sockets[0].getsockname()
-    worker.address = f"{host}:{port}"
+    server = await asyncio.start_server(serve, host, 0, limit=LIMIT, backlog=2048)
+    port = server.sockets[0].getsockname()[1]
+    worker.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         yield worker
     finally:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import grpc
 import pytest
 
 from epp.envoy_options import FailureMode, HostPort, Mode, Profile, defaults, parse_picker
@@ -56,17 +57,23 @@ class Setup:
 
 @asynccontextmanager
 async def setup(
-    profile: Profile, *, listed: bool, dead: bool = False, usage: bool = False, mode: FailureMode | None = None
+    profile: Profile,
+    *,
+    listed: bool,
+    also: str = "",
+    usage: bool = False,
+    mode: FailureMode | None = None,
+    host: str = "127.0.0.1",
 ) -> AsyncIterator[Setup]:
-    """Two workers, a scripted picker that names the first, and Envoy; `dead` lists a third that does not exist."""
+    """Two workers, a scripted picker that names the first, and Envoy; `also` is one more listed address."""
     async with AsyncExitStack() as stack:
-        workers = [await stack.enter_async_context(running_worker(name)) for name in "ab"]
+        workers = [await stack.enter_async_context(running_worker(name, host)) for name in "ab"]
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsteer-"))
         picker_stack = await stack.enter_async_context(AsyncExitStack())
         address = f"unix:{directory}/picker"
         picker = await picker_stack.enter_async_context(running_picker(address))
         picker.destinations = workers[0].address
-        endpoints = [HostPort.parse(w.address) for w in workers] + [HostPort.parse(DEAD)] * dead
+        endpoints = [HostPort.parse(w.address) for w in workers] + [HostPort.parse(a) for a in also.split()]
         options = defaults(
             Mode.SIDECAR,
             profile,
@@ -115,13 +122,44 @@ async def test_control_headers_of_a_client_reach_neither_picker_nor_worker(profi
 
 @both_profiles
 async def test_a_dead_worker_is_retried_at_the_next_of_the_pickers_list(profile: Profile) -> None:
-    async with setup(profile, listed=True, dead=True) as s:
+    async with setup(profile, listed=True, also=DEAD) as s:
         for second in (s.workers[1], s.workers[0], s.workers[1], s.workers[0]):
             s.picker.destinations = f"{DEAD},{second.address}"
             body = b"x" * 3_000_000
             status, account, _ = await s.post(body)
             assert (status, account.get("worker")) == (200, second.address)
             assert account["sha256"] == hashlib.sha256(body).hexdigest()
+
+
+@both_profiles
+@both_pools
+async def test_an_ipv6_worker_is_reached(profile: Profile, listed: bool) -> None:
+    async with setup(profile, listed=listed, host="::1") as s:
+        s.picker.destinations = s.workers[1].address
+        assert s.picker.destinations.startswith("[::1]:")
+        status, account, _ = await s.post()
+        assert (status, account["worker"]) == (200, s.workers[1].address)
+
+
+@both_profiles
+@both_pools
+async def test_grpc_requests_reach_the_named_worker_over_http2(profile: Profile, listed: bool) -> None:
+    async def reverse(request: bytes, context: object) -> bytes:
+        return request[::-1]
+
+    server = grpc.aio.server()
+    handlers = {"Generate": grpc.unary_unary_rpc_method_handler(reverse)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("vllm.grpc.engine.VllmEngine", handlers),))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    try:
+        async with setup(profile, listed=listed, also=address) as s:
+            s.picker.destinations = address
+            async with grpc.aio.insecure_channel(f"{s.envoy.host}:{s.envoy.port}") as channel:
+                call = channel.unary_unary("/vllm.grpc.engine.VllmEngine/Generate")
+                assert await call(b"abc", timeout=10) == b"cba"
+    finally:
+        await server.stop(0)
 
 
 @both_profiles
@@ -195,7 +233,7 @@ async def test_usage_shows_the_response_to_the_picker_without_waiting() -> None:
 
 
 async def test_the_endpoint_that_served_is_told_to_the_picker_even_after_a_retry() -> None:
-    async with setup(Profile.GATEWAY, listed=True, dead=True) as s:
+    async with setup(Profile.GATEWAY, listed=True, also=DEAD) as s:
         s.picker.destinations = f"{DEAD},{s.workers[1].address}"
         assert (await s.post())[0] == 200
         assert s.picker.served == [s.workers[1].address]
