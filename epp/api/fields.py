@@ -56,8 +56,8 @@ _decode = msgspec.json.Decoder(Fields).decode
 def read_fields(body: bytes) -> Fields:
     """Raises BadRequest when the body is not a JSON object in UTF-8.
 
-    msgspec does not look into the strings it skips, so bodies up to `UTF8_CHECKED_BYTES` are checked (13 us at most);
-    in longer ones bad UTF-8 outside the members read here is left to the worker to refuse (a check costs 1 us a KB).
+    msgspec does not look into the strings it skips, so bodies up to `UTF8_CHECKED_BYTES` are checked apart;
+    in longer ones bad UTF-8 outside the members read here is left to the worker (the check takes about 1 us a KB).
     """
     if len(body) <= UTF8_CHECKED_BYTES and not body.isascii():
         _decode_utf8(body)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import array
 import re
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -144,13 +145,13 @@ def _turns(request: InferenceRequest, raw: Raw, path: str, *, required: bool) ->
         return
     if kind != b"[":
         raise BadRequest(path, "must be a list")
-    request.multimodal = has_media(raw, path)
     view = memoryview(raw)
     end = len(view) - 1
     while end > 1 and view[end - 1] in b" \t\r\n":
         end -= 1
     if end > 1:
-        request.prompts = (view[:end].tobytes(),)
+        turns = view[:end].tobytes()
+        request.prompts, request.media = (turns,), partial(has_media, turns)
 
 
 def _flat(request: InferenceRequest, raw: Raw, path: str, *, required: bool) -> None:
@@ -172,7 +173,7 @@ def _list(request: InferenceRequest, value: bytes, path: str) -> None:
     if kind == b"]":
         raise BadRequest(path, "must not be empty")
     if kind == b"{":  # multimodal embedding inputs of other engines
-        request.multimodal = True
+        request.media = True
         return
     if kind not in b'"[':
         request.prompts = (_token_ids(value, path),)
