@@ -1,0 +1,301 @@
+"""The emulated worker in real time: an engine behind vLLM's HTTP interface.
+
+    worker = Worker(WorkerConfig(model="demo"), tokenizer)
+    await worker.start(); ...; await worker.stop()
+
+Every answer carries `x-served-by`, the worker's name. A client that goes away aborts its sequences. Faults are read and
+set at `/control/faults`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+from aiohttp import web
+
+from epp.sim.async_engine import AsyncEngine
+from epp.sim.bodies import ApiError, LoraBody, read_body
+from epp.sim.engine import EngineConfig, EngineCore
+from epp.sim.faults import FaultDice, Faults, read_faults, reset_connection
+from epp.sim.generation import Generator
+from epp.sim.metrics import LoraInfo, render_metrics
+from epp.sim.publisher import EventPublisher, EventsConfig
+from epp.sim.replies import error_body, model_list
+from epp.sim.tokenizer import ChatTokenizer
+
+VERSION = "0.32.0"
+"""The vLLM release whose interface this is."""
+FLUSH_S = 0.1
+"""How long a stopping worker lets answers leave that its engine has finished."""
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig:
+    """`port` 0 takes a free one; `name` defaults to `host:port`."""
+
+    model: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    name: str = ""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    events: EventsConfig | None = None
+    faults: Faults = field(default_factory=Faults)
+    lora_modules: tuple[str, ...] = ()
+    speed: float = 1.0
+    stream_interval: int = 1
+    """Tokens per streamed chunk, as vLLM's option."""
+    output_tokens: int = 128
+    """Mean length of an answer that no limit cuts."""
+    max_body_bytes: int = 64 << 20
+
+
+class Worker:
+    def __init__(self, config: WorkerConfig, tokenizer: ChatTokenizer) -> None:
+        self.config = config
+        self.core = EngineCore(replace(config.engine, output_vocabulary=tuple(tokenizer.words)))
+        self.engine = AsyncEngine(self.core, speed=config.speed)
+        self.port = config.port
+        self.name = config.name
+        self.loras: dict[str, str] = {}
+        self.publisher: EventPublisher | None = None
+        self.dice = FaultDice(Faults())
+        self._generator = Generator(self, tokenizer)
+        self._lora_info = LoraInfo(config.engine.max_loras)
+        self._created = int(time.time())
+        self._frozen_metrics: str | None = None
+        self._fault_timer: asyncio.TimerHandle | None = None
+        self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        for name in config.lora_modules:
+            self._load_lora(name, name)
+
+    @property
+    def address(self) -> str:
+        host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
+        return f"{host}:{self.port}"
+
+    async def start(self) -> None:
+        """Raises OSError, naming the port, if it is taken; ValueError for an event endpoint that cannot be used."""
+        self._runner = web.AppRunner(
+            self._application(),
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=600,
+            shutdown_timeout=FLUSH_S,
+        )
+        await self._runner.setup()
+        try:
+            await self._listen()
+            self.name = self.name or self.address
+            if self.config.events is not None:
+                topic = self.config.events.topic.format(address=self.address, model=self.config.model)
+                self.publisher = EventPublisher(
+                    replace(self.config.events, topic=topic), lambda: self.dice.strikes(self.dice.faults.event_loss)
+                )
+                self.engine.on_events = self.publisher.publish
+        except (OSError, ValueError):
+            await self.stop()
+            raise
+        self.engine.start()
+        await self.set_faults(self.config.faults)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Stop listening, let running requests end for `grace_s` seconds, then drop them."""
+        if self._fault_timer is not None:
+            self._fault_timer.cancel()
+        self._close_listener()
+        await self.engine.stop(grace_s)
+        if self._runner is not None:
+            await self._runner.cleanup()
+        if self.publisher is not None:
+            await self.publisher.stop()
+            self.publisher = None
+
+    async def set_faults(self, faults: Faults) -> None:
+        if self._fault_timer is not None:
+            self._fault_timer.cancel()
+            self._fault_timer = None
+        self.dice = FaultDice(faults)
+        self.engine.slow_factor = faults.slow
+        self._frozen_metrics = self._metrics_page() if faults.stale_metrics else None
+        if faults.refuse == "close":
+            self._close_listener()
+        elif self._listener is None:
+            await self._listen()
+        if faults.duration_s is not None:
+            loop = asyncio.get_running_loop()
+            self._fault_timer = loop.call_later(faults.duration_s, lambda: loop.create_task(self.set_faults(Faults())))
+
+    async def _listen(self) -> None:
+        assert self._runner is not None
+        server = self._runner.server
+        assert server is not None
+
+        def accept() -> asyncio.Protocol:
+            return _ResetOnAccept() if self.dice.faults.refuse == "reset" else server()
+
+        try:
+            self._listener = await asyncio.get_running_loop().create_server(
+                accept, self.config.host, self.port, backlog=1024
+            )
+        except OSError as error:
+            taken = error.errno == errno.EADDRINUSE
+            reason = "the port is taken by another process" if taken else error.strerror
+            raise OSError(f"cannot listen on {self.address}: {reason}") from None
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    def _close_listener(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _application(self) -> web.Application:
+        app = web.Application(client_max_size=self.config.max_body_bytes, middlewares=[self._guard])
+        app.on_response_prepare.append(self._sign)
+        generator = self._generator
+        app.add_routes(
+            [
+                web.post("/v1/completions", self._with_faults(generator.completions)),
+                web.post("/v1/chat/completions", self._with_faults(generator.chat)),
+                web.post("/v1/messages", self._with_faults(generator.messages)),
+                web.post("/v1/responses", self._with_faults(generator.responses)),
+                web.post("/v1/messages/count_tokens", generator.count_tokens),
+                web.post("/v1/completions/render", generator.render_completions),
+                web.post("/v1/chat/completions/render", generator.render_chat),
+                web.post("/tokenize", generator.tokenize),
+                web.post("/detokenize", generator.detokenize),
+                web.get("/v1/models", self._models),
+                web.get("/health", self._empty),
+                web.get("/ping", self._empty),
+                web.get("/version", self._version),
+                web.get("/metrics", self._metrics),
+                web.get("/kv_event_sources", self._event_sources),
+                web.post("/sleep", self._sleep),
+                web.post("/wake_up", self._wake_up),
+                web.get("/is_sleeping", self._is_sleeping),
+                web.post("/reset_prefix_cache", self._reset_prefix_cache),
+                web.post("/v1/load_lora_adapter", self._load_lora_adapter),
+                web.post("/v1/unload_lora_adapter", self._unload_lora_adapter),
+                web.get("/control/faults", self._get_faults),
+                web.post("/control/faults", self._post_faults),
+            ]
+        )
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Every error in the shape of the API that was called."""
+        try:
+            return await handler(request)
+        except ApiError as error:
+            failure = error
+        except web.HTTPException as error:
+            kind = "NotFoundError" if error.status == 404 else "BadRequestError"
+            failure = ApiError(error.status, error.reason, kind)
+        anthropic = request.path.startswith("/v1/messages")
+        return web.json_response(error_body(failure, anthropic=anthropic), status=failure.status)
+
+    async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
+        response.headers["x-served-by"] = self.name
+        if request_id := request.headers.get("x-request-id"):
+            response.headers["x-request-id"] = request_id
+
+    def _with_faults(self, handler: Handler) -> Handler:
+        async def guarded(request: web.Request) -> web.StreamResponse:
+            dice = self.dice
+            if dice.strikes(dice.faults.hang):
+                await asyncio.Event().wait()
+            if dice.strikes(dice.faults.error_rate):
+                raise ApiError(dice.faults.error_status, "a fault was asked for", "InternalServerError")
+            response = await handler(request)
+            if dice.strikes(dice.faults.bad_json) and isinstance(response, web.Response):
+                assert isinstance(response.body, bytes)
+                response.body = response.body[: len(response.body) // 2]
+            return response
+
+        return guarded
+
+    async def _models(self, request: web.Request) -> web.Response:
+        models = [(self.config.model, None), *((name, self.config.model) for name in self.loras)]
+        return web.json_response(model_list(models, self._created, self.config.engine.context_length))
+
+    async def _empty(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": VERSION})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if self.dice.faults.hung_metrics:
+            await asyncio.Event().wait()
+        page = self._frozen_metrics if self._frozen_metrics is not None else self._metrics_page()
+        return web.Response(text=page, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    def _metrics_page(self) -> str:
+        running = self.core.scheduler.running
+        self._lora_info.update((s.lora_name for s in running if s.lora_name), time.time())
+        return render_metrics(self.core, self.config.model, self._lora_info)
+
+    async def _event_sources(self, request: web.Request) -> web.Response:
+        if self.publisher is None or self.config.events is None:
+            return web.json_response({})
+        source = {"endpoint": self.publisher.endpoint, "replay_endpoint": self.publisher.replay_endpoint}
+        return web.json_response({str(self.config.events.data_parallel_rank): source})
+
+    async def _sleep(self, request: web.Request) -> web.Response:
+        level = request.query.get("level", "1")
+        if level not in ("0", "1", "2"):
+            raise ApiError(400, "level must be 0, 1 or 2", param="level")
+        self.core.sleep(int(level))
+        return web.Response()
+
+    async def _wake_up(self, request: web.Request) -> web.Response:
+        self.engine.wake_up()
+        return web.Response()
+
+    async def _is_sleeping(self, request: web.Request) -> web.Response:
+        return web.json_response({"is_sleeping": self.core.sleep_level is not None})
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        preempt = request.query.get("reset_running_requests", "false").lower() == "true"
+        return web.json_response({"success": self.core.reset_prefix_cache(preempt_running=preempt)})
+
+    async def _load_lora_adapter(self, request: web.Request) -> web.Response:
+        body = read_body(await request.read(), LoraBody)
+        if body.lora_name in self.loras or body.lora_name == self.config.model:
+            raise ApiError(400, f"The lora adapter '{body.lora_name}' has already been loaded.", "InvalidUserInput")
+        self._load_lora(body.lora_name, body.lora_path)
+        return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+    async def _unload_lora_adapter(self, request: web.Request) -> web.Response:
+        body = read_body(await request.read(), LoraBody)
+        if self.loras.pop(body.lora_name, None) is None:
+            raise ApiError(404, f"The lora adapter '{body.lora_name}' cannot be found.", "NotFoundError")
+        return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    def _load_lora(self, name: str, path: str) -> None:
+        self.loras[name] = path
+        numbers = self.core.kv.lora_ids
+        numbers.setdefault(name, len(numbers) + 1)
+
+    async def _get_faults(self, request: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(self.dice.faults), content_type="application/json")
+
+    async def _post_faults(self, request: web.Request) -> web.Response:
+        try:
+            faults = read_faults(await request.read() or b"{}")
+        except ValueError as error:
+            raise ApiError(400, str(error)) from None
+        await self.set_faults(faults)
+        return await self._get_faults(request)
+
+
+class _ResetOnAccept(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        reset_connection(transport)
