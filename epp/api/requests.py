@@ -178,7 +178,10 @@ def _list(request: InferenceRequest, value: bytes, path: str) -> None:
     if kind not in b'"[':
         request.prompts = (_token_ids(value, path),)
         return
-    items = [bytes(item) for item in _list_of_raw(value)]
+    try:
+        items = [bytes(item) for item in _list_of_raw(value)]
+    except (msgspec.DecodeError, RecursionError):  # NaN or lone surrogates, which Python's parser takes
+        return
     for index, item in enumerate(items):
         if item[:1] != kind:
             raise BadRequest(f"{path}[{index}]", "must be of the same kind as the items before it")

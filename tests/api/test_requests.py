@@ -147,6 +147,16 @@ def test_malformed_prompt_is_refused_by_its_place(prompt: str, path: str) -> Non
     assert str(error) == f"{path}: {error.reason}"
 
 
+@pytest.mark.parametrize("prompt", ['["\\ud800"]', '["a", NaN]', "[[1], [NaN]]", '["a", -Infinity]', '[{"text": NaN}]'])
+def test_list_that_only_python_parses_goes_by_load_alone(prompt: str) -> None:
+    request = parse(completions(prompt), "/v1/completions")
+    assert (request.model, request.prompts, request.attributes[LOAD_ONLY]) == ("m", (), "no-prompt")
+
+
+def test_text_with_a_lone_surrogate_is_a_prompt() -> None:
+    assert parse(completions('"a\\ud800"'), "/v1/completions").prompts == (b"a\\ud800",)
+
+
 def test_prompt_embeds_stand_for_a_prompt() -> None:
     request = parse({"model": "m", "prompt_embeds": "AAAA"}, "/v1/completions")
     assert (request.prompts, request.attributes[LOAD_ONLY]) == ((), "no-prompt")
