@@ -13,7 +13,7 @@ import ctypes
 import logging
 import socket
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, cast
 
 from epp.gateway.grpc import GrpcConnection
 from epp.gateway.http2_frames import ErrorCode
@@ -137,17 +137,17 @@ class _Transport(asyncio.Protocol):
     # ---- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
+        connected = cast(asyncio.Transport, transport)  # uvloop's transports are none by inheritance
         server = self._server
         if len(server.open) >= MAX_CONNECTIONS or server.draining:
             server.counters.connections_refused += 1
-            transport.abort()
+            connected.abort()
             return
-        self._transport = transport
+        self._transport = connected
         server.open.add(self)
         server.counters.connections += 1
         server.counters.connections_open += 1
-        transport.set_write_buffer_limits(high=WRITE_HIGH, low=WRITE_HIGH // 4)
+        connected.set_write_buffer_limits(high=WRITE_HIGH, low=WRITE_HIGH // 4)
         self._flush()
 
     def data_received(self, data: bytes) -> None:
