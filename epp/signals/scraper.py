@@ -19,7 +19,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from random import Random
 from typing import Any
 
@@ -28,24 +27,12 @@ import msgspec
 
 from epp.endpoint import Endpoint
 from epp.signals import engines
+from epp.signals.outcome import Outcome
 from epp.signals.prometheus_text import MAX_PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
 MAX_MODELS_BYTES = 4 << 20
-
-
-class Outcome(StrEnum):
-    """How a scrape ended."""
-
-    GOOD = "good"
-    REFUSED = "refused"
-    """No connection, or it was lost before an answer."""
-    TIMEOUT = "timeout"
-    STATUS = "status"
-    """An HTTP status other than 200."""
-    UNREADABLE = "unreadable"
-    """Not HTTP, too long, or none of the known metrics on the page."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ import pytest
 
 from epp.discovery.membership import EndpointSpec, Membership
 from epp.endpoint import Endpoint, Pool
-from epp.signals.scraper import Outcome, Scraper, ScrapeSettings, parse_models
+from epp.signals.outcome import Outcome
+from epp.signals.scraper import Scraper, ScrapeSettings, parse_models
 
 DATA = Path(__file__).parent / "data"
 PAGE = b"vllm:num_requests_waiting 2\nvllm:num_requests_running 3\nvllm:kv_cache_usage_perc 0.5\n"
