@@ -10,11 +10,12 @@ The first message's `protocol_config` says how bodies come; one server serves ev
 picker sees and which reply carries its decision:
 
     request body      RequestReady comes with         the decision goes into
-    none at all       the headers                     the reply to the headers
-    NONE, STREAMED    the headers, body not seen      the reply to the headers; each streamed chunk is just let pass
-    BUFFERED(_PARTIAL) the body                       the reply to the body; that to the headers went out at once
-    FULL_DUPLEX       the body's end or trailers      the reply to the headers, held until now; then the body again in
+    none at all         the headers                   the reply to the headers
+    NONE, STREAMED      the headers, body not seen    the reply to the headers; each streamed chunk is just let pass
+    BUFFERED(_PARTIAL)  the body                      the reply to the body; that to the headers went out at once
+    FULL_DUPLEX         the body's end or trailers    the reply to the headers, held until now; then the body again in
                                                       chunks, then the trailers' reply if there were trailers
+    a tunnel            the headers, body not seen    the reply to the headers: its body has no end to wait for
 
     COLLECT --(enough is there: RequestReady)--> DECIDE --(steer)--> ANSWERED          reject ends it in any of them
 
@@ -125,6 +126,7 @@ class ExtProcStream:
         "_silent",
         "_size",
         "_steering",
+        "_tunnel",
         "outbox",
     )
 
@@ -144,6 +146,7 @@ class ExtProcStream:
         self._chunks: list[bytes] = []
         self._size = 0
         self._complete = True  # the body seen is the whole body
+        self._tunnel = False  # the body has no end
         self._deferred: list[bytes] = []  # replies that follow the decision's
         self._rejection: Rejection | None = None
         self._steering: Steering | None = None
@@ -229,7 +232,8 @@ class ExtProcStream:
             return self._too_large()
         if self._request_end:
             return self._ready(_Answer.HEADERS, b"")
-        if self._request_mode in (BodyMode.NONE, BodyMode.STREAMED):
+        self._tunnel = _is_tunnel(self._fields)
+        if self._tunnel or self._request_mode in (BodyMode.NONE, BodyMode.STREAMED):
             self._complete = False
             return self._ready(_Answer.HEADERS, None)
         if self._request_mode in _WHOLE:
@@ -244,12 +248,15 @@ class ExtProcStream:
         start, stop, self._request_end = wire.read_body(message, frame.start, frame.end)
         self._note_metadata(message, frame)
         self._size += stop - start
-        if self._size > self._limits.max_request_bytes:
+        if self._size > self._limits.max_request_bytes and not (self._tunnel and self._request is _Request.ANSWERED):
             self._chunks, self._complete = [], False
             if not self._silent and self._response is _Response.IDLE:
                 return self._too_large()
         if self._request is not _Request.COLLECT:
-            self._send_in_turn(wire.CONTINUE[wire.REQUEST_BODY])
+            if self._request_mode is BodyMode.FULL_DUPLEX:
+                self._send_in_turn(*wire.streamed_chunks(wire.REQUEST_BODY, message[start:stop], end=self._request_end))
+            else:
+                self._send_in_turn(wire.CONTINUE[wire.REQUEST_BODY])
             return ()
         if self._complete:
             self._chunks.append(message[start:stop])
@@ -290,10 +297,10 @@ class ExtProcStream:
         if self._response is not _Response.IDLE:  # Envoy has answered by itself; nothing is left to decide
             self._request, self._chunks = _Request.ANSWERED, []
             return ()
-        self._request, self._answer, self._open = _Request.DECIDE, answer, True
         subset = wire.read_subset(self._metadata) if self._metadata is not None else None
         head = RequestHead(self._fields.get(":method"), self._fields.get(":path"), self._fields, subset)
         size = self._claimed_size() if body is None and not self._size else self._size
+        self._request, self._answer, self._open = _Request.DECIDE, answer, True
         return (RequestReady(head, body, size),)
 
     def _claimed_size(self) -> int:
@@ -333,14 +340,15 @@ class ExtProcStream:
 
     def _override(self) -> bytes:
         """mode_override for the reply to request headers, the one place where Envoy takes it (never in full duplex)."""
-        if (
-            self._limits.response_bodies
-            or self._eager_body
-            or self._response_mode is BodyMode.NONE
-            or BodyMode.FULL_DUPLEX in (self._request_mode, self._response_mode)
-        ):
+        request, response = self._request_mode, self._response_mode
+        if self._eager_body or BodyMode.FULL_DUPLEX in (request, response):
             return b""
-        return wire.mode_override(self._request_mode)
+        if self._tunnel and request in _WHOLE:
+            request = BodyMode.NONE  # else Envoy waits for the whole of a body that has no end
+        if not self._limits.response_bodies:
+            response = BodyMode.NONE
+        changed = (request, response) != (self._request_mode, self._response_mode)
+        return wire.mode_override(request, response) if changed else b""
 
     # ---- the response
 
@@ -365,9 +373,9 @@ class ExtProcStream:
     def _response_body(self, message: bytes, frame: wire.Frame) -> Sequence[Event]:
         if self._response is _Response.DONE:
             raise _Broken("a response body after its end")
-        self._response, self._open = _Response.BODY, True
         start, stop, end = wire.read_body(message, frame.start, frame.end)
         data = message[start:stop]
+        self._response, self._open = _Response.BODY, True
         mode = self._response_mode
         transform = self._steering.response_transform if self._steering is not None else None
         if not self._silent:
@@ -421,12 +429,12 @@ class ExtProcStream:
         if not self._silent:
             self.outbox.append(reply)
 
-    def _send_in_turn(self, reply: bytes) -> None:
-        """Send the reply to a later part of the request, after the decision's when that is still due."""
+    def _send_in_turn(self, *replies: bytes) -> None:
+        """Send the replies to a later part of the request, after the decision's when that is still due."""
         if self._request is _Request.DECIDE:
-            self._deferred.append(reply)
-        else:
-            self._send(reply)
+            self._deferred.extend(replies)
+        elif not self._silent:
+            self.outbox.extend(replies)
 
     def _stop(self) -> None:
         self._over = True
@@ -438,6 +446,11 @@ class ExtProcStream:
             return ()
         self._open = False
         return (ResponseDone(complete),)
+
+
+def _is_tunnel(fields: Headers) -> bool:
+    """Whether a request opens a tunnel (a websocket, CONNECT)."""
+    return fields.get("upgrade").lower() == "websocket" or fields.get(":method") == "CONNECT"
 
 
 def _count(text: str) -> int:

@@ -54,7 +54,7 @@ class Steering:
     """The answer to a `RequestReady`.
 
     Raises ValueError for header names that are Envoy's own (pseudo-headers, host, `x-envoy-*`, those that frame the
-    body) and for line breaks in names or values. Names are lower-case.
+    body), for upper-case names and for line breaks in names or values.
     """
 
     addresses: tuple[str, ...]
@@ -71,7 +71,12 @@ class Steering:
     def __post_init__(self) -> None:
         for fields in (self.set_headers, self.response_headers, self.remove_headers):
             for name in fields:
-                if name in _UNTOUCHABLE or name.startswith((":", "x-envoy-")) or not _is_clean(name):
+                if (
+                    name in _UNTOUCHABLE
+                    or name.startswith((":", "x-envoy-"))
+                    or name != name.lower()
+                    or not _is_clean(name)
+                ):
                     raise ValueError(f"header {name!r} must not be changed")
         for fields in (self.set_headers, self.response_headers):
             for name, value in fields.items():
@@ -121,7 +126,7 @@ class ResponseData:
 
 @dataclass(frozen=True, slots=True)
 class ResponseDone:
-    """Nothing more comes for this request: comes exactly once after a `RequestReady` or a `ResponseHead`."""
+    """The exchange is over. Comes once if a `RequestReady` or a part of a response came before, else never."""
 
     complete: bool
     """True: the response's end was seen. False: the stream ended first, which is how Envoy says "over" when it does

@@ -321,9 +321,9 @@ def trailers_reply(kind: int, destination: str) -> bytes:
     return CONTINUE[kind] + destination_metadata(destination)
 
 
-def mode_override(request_mode: int) -> bytes:
-    """The mode_override field that switches response bodies off and leaves the rest (ProcessingMode fields 3, 4)."""
-    return _field(9, b"\x18" + _number(request_mode))
+def mode_override(request_mode: int, response_mode: int) -> bytes:
+    """The mode_override field: body modes from here on (ProcessingMode fields 3 and 4); headers stay as they are."""
+    return _field(9, b"\x18" + _number(request_mode) + b"\x20" + _number(response_mode))
 
 
 def immediate_reply(rejection: Rejection) -> bytes:

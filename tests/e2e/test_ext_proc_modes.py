@@ -157,6 +157,8 @@ async def setup(
                 f["typed_config"] for f in manager["http_filters"] if "ExternalProcessor" in f["typed_config"]["@type"]
             ]
             ext_proc["allow_mode_override"] = True
+            for upgrade in manager["upgrade_configs"]:
+                upgrade.pop("filters")  # the shipped settings pick websockets in a mode of their own
             ext_proc["processing_mode"] = {
                 "request_header_mode": "SEND",
                 "response_header_mode": "SKIP" if response_mode is BodyMode.NONE else "SEND",
@@ -249,6 +251,32 @@ async def test_response_bodies_that_nobody_reads_are_switched_off(request_mode: 
         assert json.loads(answer)["length"] == 13
         kinds = [type(event) for event in await s.events()]
         assert kinds == [RequestReady, ResponseHead, ResponseDone]
+
+
+@pytest.mark.parametrize(
+    ("request_mode", "response_mode"),
+    [(BodyMode.FULL_DUPLEX, BodyMode.FULL_DUPLEX), (BodyMode.BUFFERED, BodyMode.STREAMED)],
+    ids=lambda mode: mode.name,
+)
+async def test_a_websocket_is_steered_where_the_filter_waits_for_bodies(
+    request_mode: BodyMode, response_mode: BodyMode
+) -> None:
+    async with setup(request_mode, response_mode) as s:
+        reader, writer = await asyncio.open_connection(s.envoy.host, s.envoy.port)
+        try:
+            writer.write(
+                b"GET /v1/realtime HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n"
+                b"sec-websocket-version: 13\r\nsec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+            )
+            async with asyncio.timeout(10):
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 101")
+                assert s.workers[1].address.encode() in head
+                for frame in (b"one", b"two"):
+                    writer.write(frame)
+                    assert await reader.readexactly(3) == frame
+        finally:
+            writer.close()
 
 
 async def with_trailers(s: Setup, question: bytes) -> bytes:

@@ -221,7 +221,9 @@ def test_a_control_header_that_the_decision_sets_is_set_and_not_removed() -> Non
     assert "x-secret" not in envoy.headers["request"]
 
 
-@pytest.mark.parametrize("name", [":authority", "host", "x-envoy-upstream-rq-timeout-ms", "content-length", "a\r\nb"])
+@pytest.mark.parametrize(
+    "name", [":authority", "host", "x-envoy-upstream-rq-timeout-ms", "content-length", "Host", "a\r\nb"]
+)
 def test_headers_that_are_envoys_own_cannot_be_changed(name: str) -> None:
     with pytest.raises(ValueError, match="must not be changed"):
         Steering((HERE,), set_headers={name: "x"})
@@ -433,6 +435,42 @@ def test_streamed_chunks_that_do_not_wait_are_answered_after_the_decision() -> N
     envoy._streamed_whole = b""
     envoy.answer(Steering((HERE,)))
     assert kinds(envoy.collect()) == ["request_headers", "request_body", "request_body"]
+
+
+WEBSOCKET = [(":method", b"GET"), (":path", b"/v1/realtime"), ("upgrade", b"WebSocket")]
+
+
+def test_a_full_duplex_websocket_is_steered_by_its_headers_and_its_bytes_flow_as_they_come() -> None:
+    envoy = peer(limits=Limits(max_request_bytes=100))
+    assert kinds(envoy.send(request_headers=http_headers(WEBSOCKET))) == ["request_headers"]
+    assert (ready(envoy).body, envoy.destination_metadata) == (None, HERE)
+    for _ in range(10):
+        envoy.send(request_body=pb.HttpBody(body=b"x" * 70_000))
+    assert envoy.body["request"] == b"x" * 700_000
+    assert envoy.ends["request"] == 0
+    envoy.send(request_body=pb.HttpBody(end_of_stream=True))
+    assert envoy.ends["request"] == 1
+
+
+def test_what_a_websocket_sends_before_the_decision_follows_it_in_order_and_is_bounded() -> None:
+    envoy = peer(limits=Limits(max_request_bytes=100), decide=lambda _: None)
+    envoy.send(request_headers=http_headers(WEBSOCKET))
+    envoy.send(request_body=pb.HttpBody(body=b"ab"))
+    envoy.send(request_body=pb.HttpBody(body=b"cd"))
+    envoy.answer(Steering((HERE,)))
+    assert kinds(envoy.collect()) == ["request_headers", "request_body", "request_body"]
+    assert envoy.body["request"] == b"abcd"
+    flooded = peer(limits=Limits(max_request_bytes=100), decide=lambda _: None)
+    flooded.send(request_headers=http_headers(WEBSOCKET))
+    assert kinds(flooded.send(request_body=pb.HttpBody(body=bytes(101)))) == ["immediate_response"]
+
+
+def test_a_websocket_in_buffered_mode_asks_envoy_not_to_wait_for_its_body() -> None:
+    envoy = Peer(ExtProcStream(), BodyMode.BUFFERED, BodyMode.STREAMED)
+    (reply,) = envoy.send(request_headers=http_headers(WEBSOCKET))
+    assert reply.mode_override.request_body_mode == pb.ProcessingMode.NONE
+    assert reply.mode_override.response_body_mode == pb.ProcessingMode.STREAMED
+    assert envoy.headers["request"][DESTINATION] == [HERE.encode()]
 
 
 def test_a_proxy_that_names_no_mode_gets_the_full_duplex_of_the_inference_pool_contract() -> None:
