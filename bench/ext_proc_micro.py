@@ -11,9 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 
-from epp.gateway.pb import ext_proc_pb2 as pb
-
 from epp.gateway.ext_proc import BodyMode, ExtProcStream, RequestReady, Steering
+from epp.gateway.pb import ext_proc_pb2 as pb
 
 ROUNDS = 7
 STEERING = Steering(("10.0.0.1:8000",))

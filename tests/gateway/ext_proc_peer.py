@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from epp.gateway.pb import ext_proc_pb2 as pb
-
 from epp.gateway.errors import Rejection
 from epp.gateway.ext_proc import BodyMode, Event, ExtProcStream, RequestReady, Steering
+from epp.gateway.pb import ext_proc_pb2 as pb
 
 Fields = Iterable[tuple[str, bytes]]
 Decide = Callable[[RequestReady], Steering | Rejection | None]

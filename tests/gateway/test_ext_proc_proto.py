@@ -10,8 +10,9 @@ from envoy_data_plane.envoy.config.core import v3 as core
 from envoy_data_plane.envoy.extensions.filters.http.ext_proc import v3 as filters
 from envoy_data_plane.envoy.service.ext_proc import v3 as service
 from envoy_data_plane.envoy.type import v3 as types
-from epp.gateway.pb import ext_proc_pb2 as pb
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
+
+from epp.gateway.pb import ext_proc_pb2 as pb
 
 FULL = {name: value for module in (types, core, filters, service) for name, value in vars(module).items()}
 

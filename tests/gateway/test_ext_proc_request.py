@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from epp.gateway.pb import ext_proc_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from epp.gateway.ext_proc import (
     Steering,
 )
 from epp.gateway.ext_proc_wire import CONTROL_HEADERS
+from epp.gateway.pb import ext_proc_pb2 as pb
 from tests.gateway.ext_proc_peer import CHAT, OK, Peer, cut, header_map, http_headers, subset_hint
 
 HERE = "10.0.0.1:8000"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from epp.gateway.pb import ext_proc_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from epp.gateway.ext_proc import (
     ResponseHead,
     Steering,
 )
+from epp.gateway.pb import ext_proc_pb2 as pb
 from tests.gateway.ext_proc_peer import CHAT, OK, Peer, cut, http_headers, metadata
 
 MODES = [BodyMode.STREAMED, BodyMode.BUFFERED, BodyMode.BUFFERED_PARTIAL, BodyMode.FULL_DUPLEX]

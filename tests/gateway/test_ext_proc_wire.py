@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from epp.gateway.pb import ext_proc_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +20,7 @@ from epp.gateway.ext_proc import (
     ResponseHead,
     Steering,
 )
+from epp.gateway.pb import ext_proc_pb2 as pb
 from tests.gateway.ext_proc_peer import CHAT, OK, http_headers, metadata, subset_hint
 
 names = st.text("abcdefghijklmnopqrstuvwxyz-", min_size=1, max_size=12)
