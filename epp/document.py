@@ -329,7 +329,7 @@ def _fits(number: float) -> bool:
     return not isinstance(number, int) or -(1 << 63) <= number < 1 << 63
 
 
-_DURATION_PART = re.compile(r"(\d{1,12}(?:\.\d{1,9})?)(ns|us|µs|ms|s|m|h)")
+_DURATION_PART = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?)(ns|us|µs|ms|s|m|h)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -339,16 +339,15 @@ def seconds(value: Value) -> float | None:
         return 0.0
     if not isinstance(value, str):
         return None
-    text = value.strip()
-    if text == "0":
+    if value == "0":
         return 0.0
     total, end = 0.0, 0
-    for part in _DURATION_PART.finditer(text):
+    for part in _DURATION_PART.finditer(value):
         if part.start() != end:
             return None
         total += float(part[1]) * _SECONDS[part[2]]
         end = part.end()
-    return total if end and end == len(text) else None
+    return total if end and end == len(value) else None
 
 
 # --- words ----------------------------------------------------------------------------------------------------------
