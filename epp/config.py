@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from epp import field_types
-from epp.document import Node, Problem, Problems, camel, convert, decode, join, parse, show, unknown
+from epp.document import Node, Problem, Problems, camel, convert, decode, join, one_line, parse, show, unknown
 from epp.plugin import DEFAULT_PRODUCERS, Filter, Picker, Plugin, Producer, ProfileHandler, Scorer
 from epp.registry import Registry, RegistryError, default_registry, roles
 
@@ -138,7 +138,7 @@ class _Reader:
         """Names that may be referenced without a plugin behind them: built in here, or already reported."""
 
     def warn(self, line: int, path: str, message: str) -> None:
-        self.warnings.append(f"{self.source}:{line}: {path}: {message}")
+        self.warnings.append(f"{self.source}:{line}: {one_line(path)}: {one_line(message)}")
 
     def read(self, root: Node) -> PickerConfig | None:
         if not isinstance(root.value, dict):
@@ -379,7 +379,9 @@ class _Reader:
         for reader, name, value in self.set_by_readers(producer):
             other, by = given.setdefault(name, (value, reader.name))
             if other != value:
-                message = f'"{by}" and "{reader.name}" set {camel(name)} differently; configure a {producer.name}'
+                message = (
+                    f'"{by}" and "{reader.name}" set {camel(name)} differently; configure the producer {producer.name}'
+                )
                 self.problems.add(reader.line, "plugins", message)
         values = {name: value for name, (value, _) in given.items()}
         try:

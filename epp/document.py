@@ -63,7 +63,7 @@ class Problems:
 
     def add(self, node: Node | int, path: str, message: str) -> None:
         line = node if isinstance(node, int) else node.line
-        problem = Problem(line, path, _one_line(message))
+        problem = Problem(line, one_line(path), one_line(message))
         if problem not in self.found:
             self.found.append(problem)
 
@@ -398,11 +398,12 @@ def show(node: Node) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        return f'"{_one_line(value[:40])}{"..." if len(value) > 40 else ""}"'
+        return f'"{one_line(value[:40])}{"..." if len(value) > 40 else ""}"'
     if isinstance(value, int) and not _fits(value):
         return "a number beyond 64 bits"
     return str(value)
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """The text with what would break or hide a line of output replaced by `?`."""
     return "".join(c if c.isprintable() else "?" for c in text.replace("\n", " "))

@@ -103,7 +103,7 @@ def default_registry() -> Registry:
     for point in entry_points(group=ENTRY_POINT_GROUP):
         try:
             registry.add(_checked(point.load(), f"entry point {point.name}"))
-        except Exception as error:  # a foreign package may fail in any way, and must not stop the others
+        except (Exception, SystemExit) as error:  # a foreign package may fail in any way, and must not stop the others
             registry._broken[point.name] = _entry_point_fault(point, error)
     return registry
 
@@ -123,7 +123,7 @@ def _declared(module: ModuleType) -> Iterator[PluginClass]:
                 yield value
 
 
-def _entry_point_fault(point: EntryPoint, error: Exception) -> str:
+def _entry_point_fault(point: EntryPoint, error: BaseException) -> str:
     if isinstance(error, RegistryError):
         return str(error)
     return f"entry point {point.name} = {point.value} cannot be loaded: {type(error).__name__}: {error}"
@@ -135,7 +135,7 @@ def _load(reference: str, folder: Path | None) -> PluginClass:
         raise RegistryError(f'"{reference}" is not of the form module:Class')
     try:
         module = _from_folder(module_name, folder) or importlib.import_module(module_name)
-    except Exception as error:  # whatever the foreign module's top level does
+    except (Exception, SystemExit) as error:  # whatever the foreign module's top level does
         raise RegistryError(f'module "{module_name}" cannot be loaded: {type(error).__name__}: {error}') from error
     cls = getattr(module, class_name, None)
     if cls is None:

@@ -67,18 +67,13 @@ class ConfigWatcher:
             config = await asyncio.to_thread(load, self.path, self._registry)
             new = Scheduler(config, previous=self._current())
         except ConfigError as error:
-            return self._refuse(str(error))
-        except Exception as error:  # a plugin's constructor may raise anything
-            return self._refuse(f"{self.path}: {type(error).__name__}: {error}")
+            self.refused += 1
+            log.error("the changed configuration is refused, the one before stays in force:\n%s", error)
+            return False
         self._replace(new)
         self.taken += 1
         _log_taken(config)
         return True
-
-    def _refuse(self, why: str) -> bool:
-        self.refused += 1
-        log.error("the changed configuration is refused, the one before stays in force:\n%s", why)
-        return False
 
 
 def _log_taken(config: PickerConfig) -> None:

@@ -24,8 +24,9 @@ from typing import Any, cast
 
 import numpy as np
 
-from epp.config import PickerConfig, ProfileConfig
+from epp.config import ConfigError, PickerConfig, PluginConfig, ProfileConfig
 from epp.decision import Decision, Estimate, FilterTrace, ProfileTrace, ScorerTrace
+from epp.document import Problem, one_line
 from epp.endpoint import Candidates, Endpoint, Floats, Mask
 from epp.guard import Fault, Faults, Guard, Limits
 from epp.pickers import HowMany, MaxScorePicker
@@ -68,7 +69,7 @@ class Scheduler:
         limits: Limits | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Make the plugins. An exception of a plugin's constructor comes through, and `previous` stays as it was.
+        """Make the plugins. Raises ConfigError when one cannot be made; `previous` then stays as it was.
 
         `previous`: a plugin with the same name, class and parameters is taken over from there with its state, and what
         is not given here (randomness, limits, clock) stays as there.
@@ -80,10 +81,8 @@ class Scheduler:
         self._clock: Callable[[], float] = clock or (previous._clock if previous else time.perf_counter)
         self._guards: dict[str, Guard] = {}
         for wanted in config.plugins:
-            kept = previous._kept(wanted.name, wanted.cls, wanted.parameters) if previous else None
-            self._guards[wanted.name] = kept or Guard(
-                wanted.cls(wanted.parameters, self.handle, wanted.name), self._limits
-            )
+            kept = previous._kept(wanted) if previous else None
+            self._guards[wanted.name] = kept or Guard(_make(wanted, self.handle, config.source), self._limits)
         self.plugins: dict[str, Plugin[Any]] = {name: guard.plugin for name, guard in self._guards.items()}
         self.handle.plugins.clear()
         self.handle.plugins.update(self.plugins)
@@ -98,9 +97,9 @@ class Scheduler:
             for hook in ("picked", "response_headers", "finished", "removed")
         }
 
-    def _kept(self, name: str, cls: type[Plugin[Any]], parameters: Any) -> Guard | None:
-        guard = self._guards.get(name)
-        if guard is not None and type(guard.plugin) is cls and guard.plugin.parameters == parameters:
+    def _kept(self, wanted: PluginConfig) -> Guard | None:
+        guard = self._guards.get(wanted.name)
+        if guard is not None and type(guard.plugin) is wanted.cls and guard.plugin.parameters == wanted.parameters:
             return guard
         return None
 
@@ -285,6 +284,14 @@ class Scheduler:
             except Fault as fault:
                 self.faults.note(name, fault)
         return answers
+
+
+def _make(wanted: PluginConfig, handle: Handle, source: str) -> Plugin[Any]:
+    try:
+        return wanted.cls(wanted.parameters, handle, wanted.name)
+    except Exception as error:  # foreign code may raise anything
+        why = f'"{wanted.name}" cannot be made: {type(error).__name__}: {error}'
+        raise ConfigError(source, [Problem(wanted.line, "plugins", one_line(why))]) from error
 
 
 def _overrides(plugin: Plugin[Any], hook: str) -> bool:
