@@ -1,0 +1,238 @@
+"""`kvsteer serve`: run the picker."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from epp.config import ConfigError
+from epp.director import Options
+from epp.discovery.dns import DnsDiscovery
+from epp.discovery.file import EndpointFileError, FileDiscovery
+from epp.discovery.membership import Discovery
+from epp.discovery.static import StaticDiscovery
+from epp.exchange import Patience
+from epp.gateway.edge import EdgeName
+from epp.gateway.ext_proc_events import Limits
+from epp.gateway.listen import AddressError
+from epp.gateway.tls import Tls, TlsError
+from epp.observe.decision_log import LogFile
+from epp.serve import Picker, Settings
+from epp.signals.scraper import ScrapeSettings
+
+SECONDS = click.FloatRange(min=0)
+POSITIVE_SECONDS = click.FloatRange(min=0.01)
+
+
+@click.command(name="serve")
+@click.option(
+    "--endpoint",
+    "endpoints",
+    multiple=True,
+    metavar="HOST:PORT[-PORT][=KEY=VALUE,...]",
+    help="A worker; several ports of a host are its data-parallel ranks. Repeat for more.",
+)
+@click.option(
+    "--endpoints-file", type=click.Path(path_type=Path), help="Workers from a YAML file, watched for changes."
+)
+@click.option(
+    "--dns", multiple=True, metavar="NAME:PORTS | _SERVICE._PROTO.NAME", help="Workers from DNS: A/AAAA or SRV."
+)
+@click.option("--config-file", type=click.Path(path_type=Path), help="EndpointPickerConfig; built-in policy if absent.")
+@click.option("--config-text", default="", help="The configuration itself, instead of a file.")
+@click.option(
+    "--listen",
+    multiple=True,
+    default=("127.0.0.1:9002",),
+    show_default=True,
+    help="Where ext_proc is served: host:port, [v6]:port, :port (all interfaces) or unix:/path. Repeatable.",
+)
+@click.option(
+    "--health-port", default="127.0.0.1:9003", show_default=True, help="[host:]port of grpc.health.v1 alone; 0 = off."
+)
+@click.option(
+    "--admin", "--metrics-port", default="127.0.0.1:9090", show_default=True, help="[host:]port of /metrics; 0 = off."
+)
+@click.option("--edge", type=click.Choice(["lean", "grpcio"]), default="lean", show_default=True, help="gRPC server.")
+@click.option(
+    "--secure-serving/--no-secure-serving",
+    default=None,
+    help="TLS on --listen, self-signed unless --cert-path is given.  [default: on with --cert-path, else off]",
+)
+@click.option(
+    "--cert-path", type=click.Path(path_type=Path), help="Directory of tls.crt and tls.key, read again on change."
+)
+@click.option("--scrape-interval", type=POSITIVE_SECONDS, default=0.5, show_default=True, help="Seconds.")
+@click.option("--scrape-timeout", type=POSITIVE_SECONDS, default=1.0, show_default=True, help="Seconds.")
+@click.option("--max-request-bytes", type=click.IntRange(1), default=32 << 20, show_default=True, help="413 above it.")
+@click.option(
+    "--decision-deadline",
+    type=POSITIVE_SECONDS,
+    default=0.25,
+    show_default=True,
+    help="Seconds after which a request goes where own counts say.",
+)
+@click.option(
+    "--model-rewrite",
+    multiple=True,
+    metavar="FROM=TO",
+    help="Ask workers for TO when a client asks for FROM. Repeatable.",
+)
+@click.option(
+    "--inject-usage/--no-inject-usage",
+    default=False,
+    show_default=True,
+    help="Ask streaming workers for token usage, and hide it from clients that did not ask.",
+)
+@click.option("--decision-log", type=click.Path(path_type=Path), help="Write decisions as JSON lines, rotated.")
+@click.option(
+    "--decision-log-sample", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Share written."
+)
+@click.option(
+    "--grace", type=SECONDS, default=30.0, show_default=True, help="Seconds running requests get at shutdown."
+)
+@click.option("--pool-name", default="default", show_default=True, help="The pool's name in metrics.")
+@click.option("--seed", type=int, help="Seed of every random choice, for repeatable runs.")
+@click.option("-v", "--verbose", count=True, help="More log lines; twice for debugging.")
+def command(
+    *,
+    endpoints: tuple[str, ...],
+    endpoints_file: Path | None,
+    dns: tuple[str, ...],
+    config_file: Path | None,
+    config_text: str,
+    listen: tuple[str, ...],
+    health_port: str,
+    admin: str,
+    edge: EdgeName,
+    secure_serving: bool | None,
+    cert_path: Path | None,
+    scrape_interval: float,
+    scrape_timeout: float,
+    max_request_bytes: int,
+    decision_deadline: float,
+    model_rewrite: tuple[str, ...],
+    inject_usage: bool,
+    decision_log: Path | None,
+    decision_log_sample: float,
+    grace: float,
+    pool_name: str,
+    seed: int | None,
+    verbose: int,
+) -> None:
+    """Run the picker: answer Envoy's ext_proc streams until SIGTERM.
+
+    Workers come from --endpoint, --endpoints-file and --dns, together. SIGHUP reads the configuration file again.
+
+    \b
+      kvsteer serve --endpoint 127.0.0.1:8101 --endpoint 127.0.0.1:8102
+    """
+    _log_to_stderr(verbose)
+    if not (endpoints or endpoints_file or dns):
+        raise click.UsageError("no workers: give --endpoint HOST:PORT, --endpoints-file FILE or --dns NAME:PORT")
+    if config_file and config_text:
+        raise click.UsageError("--config-file and --config-text exclude each other")
+    if edge == "grpcio":
+        _need_grpcio()
+    try:
+        sources = _sources(endpoints, endpoints_file, dns)
+        settings = Settings(
+            sources=lambda: sources,
+            listen=listen,
+            health_listen="" if health_port == "0" else "{}:{}".format(*_host_port("--health-port", health_port)),
+            admin_listen=None if admin == "0" else _host_port("--admin", admin),
+            config_file=config_file,
+            config_text=config_text,
+            edge=edge,
+            tls=_tls(secure_serving, cert_path),
+            scrape=ScrapeSettings(interval_s=scrape_interval, timeout_s=scrape_timeout),
+            limits=Limits(max_request_bytes=max_request_bytes),
+            patience=Patience(deadline_s=decision_deadline),
+            options=Options(model_rewrites=_rewrites(model_rewrite), inject_usage=inject_usage),
+            decision_log=LogFile(decision_log, sample=decision_log_sample) if decision_log else None,
+            grace_s=grace,
+            pool_name=pool_name,
+            seed=seed,
+        )
+        _run(settings)
+    except (ConfigError, EndpointFileError) as error:
+        click.echo(str(error), err=True)
+        sys.exit(2)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except (AddressError, TlsError) as error:
+        raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(f"cannot start: {error.strerror or error}") from error
+
+
+def _run(settings: Settings) -> None:
+    async def main() -> None:
+        # Made inside the loop: parts of it take the running loop.
+        await Picker(settings).run(_announce)
+
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main())
+    else:
+        uvloop.run(main())
+
+
+def _announce(picker: Picker) -> None:
+    where = ", ".join(picker.edges[0].addresses)
+    logging.getLogger("kvsteer").info("serving ext_proc on %s (%s edge)", where, picker.settings.edge)
+
+
+def _sources(endpoints: Sequence[str], endpoints_file: Path | None, dns: Sequence[str]) -> list[Discovery]:
+    sources: list[Discovery] = []
+    if endpoints:
+        sources.append(StaticDiscovery(endpoints))
+    if endpoints_file:
+        sources.append(FileDiscovery(endpoints_file))
+    sources.extend(DnsDiscovery(name) for name in dns)
+    return sources
+
+
+def _tls(secure: bool | None, cert_path: Path | None) -> Tls | None:
+    if secure is False and cert_path is not None:
+        raise click.UsageError("--cert-path has no meaning with --no-secure-serving")
+    if cert_path is not None:
+        return Tls.directory(cert_path)
+    return Tls.self_signed() if secure else None
+
+
+def _rewrites(pairs: Sequence[str]) -> dict[str, str]:
+    rewrites = {}
+    for pair in pairs:
+        model, _, target = pair.partition("=")
+        if not model or not target:
+            raise click.UsageError(f"--model-rewrite {pair!r}: write FROM=TO")
+        rewrites[model] = target
+    return rewrites
+
+
+def _host_port(option: str, text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+        raise click.UsageError(f"{option} {text!r}: write PORT or HOST:PORT")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _need_grpcio() -> None:
+    try:
+        import grpc  # noqa: F401
+    except ImportError:
+        raise click.ClickException("--edge grpcio needs grpcio: pip install 'kvsteer[grpcio]'") from None
+
+
+def _log_to_stderr(verbose: int) -> None:
+    level = logging.DEBUG if verbose > 1 else logging.INFO
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    if not verbose:
+        logging.getLogger("aiohttp").setLevel(logging.WARNING)

@@ -1,0 +1,386 @@
+"""One request's life, from parsed body to released load.
+
+In: a request's head and body (from the ext_proc exchange), what its response shows, and the moment it is over. Out: a
+`Steering` or a `Rejection`, counts on the very endpoint that was picked, hooks of plugins, metrics, the decision.
+
+    admit -> read -> candidates -> schedule -> count load -> steer -> (response: first token, usage) -> release, learn
+
+A `Flight` is one request on its way. It is released exactly once, on every path: end, abort, reset, error, drain.
+Nothing here does I/O or reads a clock; `now` is the picker's monotonic clock in seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+from uuid import uuid4
+
+from epp.api.errors import BadRequest
+from epp.api.requests import LOAD_ONLY, parse_request
+from epp.api.responses import ResponseReader
+from epp.api.rewriting import Renaming, Rewriter, response_rewriter
+from epp.api.splice import include_usage, rewrite_model
+from epp.decision import Decision, Estimate
+from epp.endpoint import Candidates, Endpoint, Load, Pool
+from epp.gateway.errors import Rejection, bad_request, too_many_requests, unavailable
+from epp.gateway.ext_proc_events import ResponseHead, Steering
+from epp.observe.metrics import Metrics, ModelStats
+from epp.plugin import Outcome
+from epp.request import Api, Headers, InferenceRequest, RequestHead
+from epp.scheduler import Scheduler, Unschedulable
+from epp.signals.health import Health
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+MODEL_REWRITE = "x-gateway-model-name-rewrite"
+"""Request header that names the model to ask the worker for (set by a client or an earlier filter)."""
+
+MAX_REQUEST_ID = 128
+
+_NOT_JSON = (Api.GRPC_GENERATE, Api.GRPC_EMBED)
+_USAGE_ON_REQUEST = (Api.COMPLETIONS, Api.CHAT)
+"""APIs whose streams tell usage only when asked (`stream_options.include_usage`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What an operator sets for every request."""
+
+    model_rewrites: Mapping[str, str] = field(default_factory=dict)
+    """Model asked for -> model the worker is asked for; the header `x-gateway-model-name-rewrite` comes first."""
+    inject_usage: bool = False
+    """Ask streaming workers for usage and hide the event that brings it from clients that did not ask."""
+    retry_after_s: float = 1.0
+
+
+class DecisionSink(Protocol):
+    """Takes every decision, and later how it turned out."""
+
+    def decided(self, decision: Decision) -> None: ...
+
+    def finished(self, decision: Decision, outcome: Outcome | None = None) -> None: ...
+
+
+class Flight:
+    """One request that was steered and has not ended."""
+
+    __slots__ = (
+        "aborted",
+        "decision",
+        "endpoint",
+        "first_token_at",
+        "load",
+        "picked_at",
+        "reader",
+        "request",
+        "response_bytes",
+        "scheduler",
+        "served",
+        "stats",
+        "status",
+        "undoing",
+    )
+
+    def __init__(
+        self,
+        request: InferenceRequest,
+        decision: Decision,
+        scheduler: Scheduler,
+        load: Load,
+        stats: ModelStats,
+        now: float,
+    ) -> None:
+        self.request = request
+        self.scheduler = scheduler
+        """The one that picked; a reload may have put another in force since."""
+        self.decision = decision
+        self.load: Load | None = load
+        self.endpoint = load.endpoint
+        self.stats = stats
+        self.picked_at = now
+        self.first_token_at: float | None = None
+        self.reader: ResponseReader | None = None
+        self.undoing: Undoing | None = None
+        self.response_bytes = 0
+        self.served = ""
+        self.status: int | None = None
+
+
+class Undoing:
+    """Undoes in the response what was changed in the request. What kind of response it is shows at its head."""
+
+    __slots__ = ("_hide_usage", "_renaming", "_rewriter")
+
+    def __init__(self, renaming: Renaming | None, *, hide_usage: bool) -> None:
+        self._renaming = renaming
+        self._hide_usage = hide_usage
+        self._rewriter: Rewriter | None = None
+
+    def begin(self, headers: Headers) -> None:
+        self._rewriter = response_rewriter(
+            headers.get("content-type"),
+            renaming=self._renaming,
+            hide_usage=self._hide_usage,
+            content_encoding=headers.get("content-encoding"),
+        )
+
+    def feed(self, data: bytes, end: bool) -> bytes | None:
+        return self._rewriter.feed(data, end) if self._rewriter is not None else None
+
+
+class Director:
+    """Decides requests and follows them to their end, against one pool and the scheduler of the moment."""
+
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        scheduler: Callable[[], Scheduler],
+        health: Health,
+        metrics: Metrics,
+        decisions: DecisionSink,
+        wall: Callable[[], float],
+        options: Options | None = None,
+    ) -> None:
+        self.pool = pool
+        self.scheduler = scheduler
+        self.health = health
+        self.metrics = metrics
+        self.decisions = decisions
+        self.options = options or Options()
+        self.draining = False
+        """True: every new request is answered with 503, so that its client goes elsewhere."""
+        self._wall = wall
+
+    # Reading
+
+    def read(self, head: RequestHead, body: bytes | None) -> InferenceRequest:
+        """Read a request; may be called off the event loop. Raises BadRequest."""
+        request = parse_request(head, body, _request_id(head))
+        if request.model:
+            target = head.headers.get(MODEL_REWRITE) or self.options.model_rewrites.get(request.model, "")
+            request.target_model = target or request.model
+        return request
+
+    def refuse(self, fault: BadRequest, head: RequestHead) -> Rejection:
+        """The answer to a body that cannot be read."""
+        del head
+        self.metrics.reasons["bad-request"] += 1
+        return bad_request(fault.path, fault.reason)
+
+    # Deciding
+
+    def decide(self, request: InferenceRequest, body: bytes | None, now: float) -> tuple[Steering, Flight] | Rejection:
+        """Pick an endpoint for a request that was read, and count it there before the next decision is made."""
+        candidates = self._candidates(request, now)
+        if isinstance(candidates, Rejection):
+            return candidates
+        scheduler = self.scheduler()
+        try:
+            decision = scheduler.schedule(request, candidates, at=self._wall())
+        except Unschedulable as left:
+            self.metrics.attempts["failure"] += 1
+            self.metrics.reasons[left.reason] += 1
+            self.decisions.decided(left.decision)
+            self.decisions.finished(left.decision)
+            return too_many_requests(
+                "rejected-saturated",
+                "every endpoint is filtered out for this request",
+                retry_after_s=self.options.retry_after_s,
+            )
+        self.metrics.attempts["success"] += 1
+        return self._take_off(request, decision, scheduler, body, now)
+
+    def decide_late(self, head: RequestHead, size: int, reason: str, now: float) -> tuple[Steering, Flight] | Rejection:
+        """Pick by own counts alone because the decision took too long; `reason` goes into the decision.
+
+        The request was not read, so it weighs on its endpoint by its size in bytes over four.
+        """
+        request = InferenceRequest(
+            request_id=_request_id(head), api=Api.OTHER, headers=head.headers, subset=head.subset, body_bytes=size
+        )
+        candidates = self._candidates(request, now)
+        if isinstance(candidates, Rejection):
+            return candidates
+        endpoint = min(candidates, key=lambda e: e.in_flight)
+        decision = Decision(
+            request_id=request.request_id,
+            model="",
+            api=request.api,
+            at=self._wall(),
+            endpoints=(endpoint,),
+            profiles=(),
+            estimate=Estimate(prompt_tokens=size // 4, cached_tokens=0),
+            reasons=(reason,),
+        )
+        return self._take_off(request, decision, self.scheduler(), None, now)
+
+    def _candidates(self, request: InferenceRequest, now: float) -> Candidates | Rejection:
+        retry = self.options.retry_after_s
+        if self.draining:
+            self.metrics.reasons["draining"] += 1
+            return unavailable("draining", "this picker is shutting down", retry_after_s=retry)
+        candidates = self.pool.candidates(now, request.subset)
+        if not len(candidates):
+            reason = "no-endpoint" if request.subset is None else "no-endpoint-in-subset"
+            self.metrics.reasons[reason] += 1
+            where = "in the pool" if request.subset is None else "among those the gateway allows"
+            return unavailable(reason, f"no endpoint {where} is ready", retry_after_s=retry)
+        return candidates
+
+    def _take_off(
+        self, request: InferenceRequest, decision: Decision, scheduler: Scheduler, body: bytes | None, now: float
+    ) -> tuple[Steering, Flight]:
+        estimate = decision.estimate
+        endpoint = decision.endpoints[0]
+        load = endpoint.acquire(max(0, estimate.prompt_tokens - estimate.cached_tokens), now)
+        stats = self.metrics.model(request.model, request.target_model)
+        stats.requests += 1
+        stats.running += 1
+        stats.request_bytes.observe(request.body_bytes)
+        for reason in decision.reasons:
+            self.metrics.reasons[reason] += 1
+        flight = Flight(request, decision, scheduler, load, stats, now)
+        scheduler.picked(request, decision, now)
+        self.decisions.decided(decision)
+        body, flight.undoing = self._rewrite(request, body)
+        headers = {} if REQUEST_ID in request.headers else {REQUEST_ID: request.request_id}
+        steering = Steering(
+            addresses=tuple(e.address for e in decision.endpoints),
+            set_headers=headers,
+            body=body,
+            response_headers=scheduler.response_headers(request, decision, now),
+            response_transform=flight.undoing,
+        )
+        return steering, flight
+
+    def _rewrite(self, request: InferenceRequest, body: bytes | None) -> tuple[bytes | None, Undoing | None]:
+        """The body toward the worker (None: as it came) and what undoes the change in the response."""
+        if body is None or not request.model or request.api in _NOT_JSON or _is_untouchable(request):
+            return None, None
+        changed: bytes | None = None
+        renaming = None
+        if request.target_model != request.model:
+            renaming = Renaming(target=request.target_model, client=request.model)
+            changed = rewrite_model(body, request.target_model)
+        hide = False
+        if self.options.inject_usage and request.stream and request.api in _USAGE_ON_REQUEST:
+            injected = include_usage(changed or body)
+            hide = injected is not None
+            changed = injected or changed
+        if changed is None:
+            return None, None
+        return changed, Undoing(renaming, hide_usage=hide)
+
+    # The response
+
+    def response_began(self, flight: Flight, head: ResponseHead, now: float) -> None:
+        """The response's head is here: who served, how it went."""
+        flight.status = head.status
+        if head.served and head.served != flight.endpoint.address:
+            self._served_elsewhere(flight, head.served, now)
+        elif head.status >= 500:
+            self.health.failed(flight.endpoint, now, f"status {head.status}")
+        else:
+            self.health.succeeded(flight.endpoint, now)
+        flight.served = head.served
+        if flight.undoing is not None:
+            flight.undoing.begin(head.headers)
+        fields = head.headers
+        flight.reader = ResponseReader(
+            flight.request.api, fields.get("content-type"), head.status, fields.get("content-encoding")
+        )
+
+    def _served_elsewhere(self, flight: Flight, served: str, now: float) -> None:
+        """The gateway fell back to another endpoint: the picked one did not answer, and the load is on the other."""
+        self.metrics.reasons["served-elsewhere"] += 1
+        self.health.failed(flight.endpoint, now, "the gateway fell back to another endpoint")
+        other = self.pool.by_address.get(served)
+        if other is None or flight.load is None:
+            return
+        flight.load.release()
+        estimate = flight.decision.estimate
+        flight.load = other.acquire(max(0, estimate.prompt_tokens - estimate.cached_tokens), now)
+        flight.endpoint = other
+
+    def response_data(self, flight: Flight, data: bytes, now: float) -> None:
+        """A piece of the response body went by."""
+        flight.response_bytes += len(data)
+        reader = flight.reader
+        if reader is None:
+            return
+        reader.feed(data)
+        if flight.first_token_at is None and reader.content_seen:
+            flight.first_token_at = now
+            if flight.load is not None:
+                flight.load.first_token()
+
+    def landed(self, flight: Flight, *, complete: bool, now: float) -> None:
+        """The request is over. `complete`: its response's end was seen. Later calls do nothing."""
+        load, flight.load = flight.load, None
+        if load is None:
+            return
+        load.release()
+        outcome = self._outcome(flight, complete=complete, now=now)
+        self._account(flight, outcome)
+        flight.scheduler.finished(flight.request, flight.endpoint, outcome, now)
+        self.decisions.finished(flight.decision, outcome)
+
+    def _outcome(self, flight: Flight, *, complete: bool, now: float) -> Outcome:
+        usage = flight.reader.finish() if flight.reader is not None else None
+        # Of an answer that comes in one piece the first byte tells when the last token was made, not the first.
+        first = flight.first_token_at if flight.request.stream else None
+        return Outcome(
+            status=flight.status,
+            first_token_s=None if first is None else first - flight.picked_at,
+            duration_s=now - flight.picked_at,
+            prompt_tokens=usage.prompt_tokens if usage else None,
+            cached_tokens=usage.cached_tokens if usage else None,
+            completion_tokens=usage.completion_tokens if usage else None,
+            aborted=flight.status is not None and not complete,
+            served=flight.served,
+        )
+
+    def _account(self, flight: Flight, outcome: Outcome) -> None:
+        stats = flight.stats
+        stats.running -= 1
+        if flight.status is not None:
+            stats.response_bytes.observe(flight.response_bytes)
+            if flight.status >= 400:
+                stats.errors[str(flight.status)] += 1
+        if outcome.aborted:
+            stats.errors["aborted"] += 1
+        if outcome.duration_s is not None:
+            stats.duration.observe(outcome.duration_s)
+            if outcome.completion_tokens:
+                stats.per_token.observe(outcome.duration_s / outcome.completion_tokens)
+        if outcome.first_token_s is not None:
+            stats.ttft.observe(outcome.first_token_s)
+            expected = flight.decision.estimate.ttft_s
+            if expected is not None and outcome.first_token_s > 0:
+                stats.ttft_error.observe(abs(expected - outcome.first_token_s) / outcome.first_token_s)
+        if outcome.prompt_tokens is not None:
+            stats.input_tokens.observe(outcome.prompt_tokens)
+        if outcome.completion_tokens is not None:
+            stats.output_tokens.observe(outcome.completion_tokens)
+        if outcome.cached_tokens is not None:
+            stats.cached_tokens.observe(outcome.cached_tokens)
+            stats.cached_error.observe(abs(outcome.cached_tokens - flight.decision.estimate.cached_tokens))
+
+    def endpoints_left(self, endpoints: Sequence[Endpoint], now: float) -> None:
+        """Endpoints are no longer in the pool: plugins forget them."""
+        scheduler = self.scheduler()
+        for endpoint in endpoints:
+            scheduler.removed(endpoint, now)
+
+
+def _is_untouchable(request: InferenceRequest) -> bool:
+    """Compressed and multipart bodies are not ours to splice."""
+    return request.attributes.get(LOAD_ONLY) in ("compressed-body", "multipart-body")
+
+
+def _request_id(head: RequestHead) -> str:
+    return head.headers.get(REQUEST_ID)[:MAX_REQUEST_ID] or str(uuid4())

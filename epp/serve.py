@@ -1,0 +1,269 @@
+"""`kvsteer serve`: the parts put together, started in order, and stopped in order.
+
+In: `Settings`. Out: a running picker until SIGTERM or SIGINT, then a drain: readiness off, no new streams, running ones
+finish within the grace, exit 0. SIGHUP reads the configuration file again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+
+from aiohttp import web
+
+from epp.config import PickerConfig, load, load_default, read
+from epp.director import Director, Options
+from epp.discovery.membership import Discovery, Membership
+from epp.endpoint import Endpoint, Pool
+from epp.exchange import Exchange, Patience, Timer
+from epp.gateway.edge import EdgeName, EdgeServer
+from epp.gateway.edge import serve as serve_edge
+from epp.gateway.ext_proc import METHOD
+from epp.gateway.ext_proc_events import Limits
+from epp.gateway.health import WATCHES
+from epp.gateway.health import Health as ServingHealth
+from epp.gateway.http2_limits import EdgeCounters
+from epp.gateway.session import Service
+from epp.gateway.tls import Tls
+from epp.observe import admin
+from epp.observe.decision_log import DecisionLog, LogFile
+from epp.observe.metrics import Metrics
+from epp.reload import ConfigWatcher
+from epp.scheduler import Scheduler
+from epp.signals.health import Health
+from epp.signals.outcome import Outcome
+from epp.signals.scraper import Scraper, ScrapeSettings
+
+log = logging.getLogger("kvsteer")
+
+T = TypeVar("T")
+
+TICK_S = 0.25
+"""How often readiness is looked at and health's timers run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that `kvsteer serve` can be told."""
+
+    sources: Callable[[], Sequence[Discovery]]
+    listen: tuple[str, ...] = ("127.0.0.1:9002",)
+    health_listen: str = "127.0.0.1:9003"
+    """Where only grpc.health.v1 is served, in plain text; empty = nowhere."""
+    admin_listen: tuple[str, int] | None = ("127.0.0.1", 9090)
+    config_file: Path | None = None
+    config_text: str = ""
+    edge: EdgeName = "lean"
+    tls: Tls | None = None
+    scrape: ScrapeSettings = field(default_factory=ScrapeSettings)
+    limits: Limits = field(default_factory=Limits)
+    patience: Patience = field(default_factory=Patience)
+    options: Options = field(default_factory=Options)
+    decision_log: LogFile | None = None
+    grace_s: float = 30.0
+    pool_name: str = "default"
+    seed: int | None = None
+
+
+def load_config(settings: Settings) -> PickerConfig:
+    """The configuration the settings name. Raises `epp.config.ConfigError`."""
+    if settings.config_file is not None:
+        return load(settings.config_file)
+    if settings.config_text:
+        return read(settings.config_text, source="--config-text")
+    return load_default()
+
+
+class LoopRuntime:
+    """What exchanges need of the running event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.now = time.monotonic
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
+        return self._loop.call_later(delay_s, call)
+
+    def offload(self, work: Callable[[], T], done: Callable[[T | BaseException], None]) -> None:
+        def finished(future: asyncio.Future[T]) -> None:
+            if not future.cancelled():
+                done(future.exception() or future.result())
+
+        self._loop.run_in_executor(None, work).add_done_callback(finished)
+
+
+class Picker:
+    """One running picker."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        random = Random(settings.seed)
+        self.pool = Pool()
+        self.scheduler = Scheduler(load_config(settings), random=random)
+        self.health = Health(self.pool, random=random)
+        self.metrics = Metrics(self.pool, settings.pool_name)
+        self.decisions = DecisionLog(settings.decision_log, random=random)
+        self.serving = ServingHealth()
+        self.scraper = Scraper(settings.scrape, clock=time.monotonic, random=random, listener=self._scraped)
+        self.membership = Membership(self.pool, time.monotonic, (self._changed, self.scraper.changed))
+        self.director = Director(
+            pool=self.pool,
+            scheduler=lambda: self.scheduler,
+            health=self.health,
+            metrics=self.metrics,
+            decisions=self.decisions,
+            wall=time.time,
+            options=settings.options,
+        )
+        self.watcher = (
+            ConfigWatcher(settings.config_file, lambda: self.scheduler, self._reconfigured)
+            if settings.config_file
+            else None
+        )
+        self.edges: list[EdgeServer] = []
+        self._draining = False
+
+    async def run(self, started: Callable[[Picker], None] = lambda picker: None) -> None:
+        """Serve until SIGTERM or SIGINT. Raises `epp.gateway.edge.AddressError` or OSError if a port cannot be had."""
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+        if self.watcher is not None:
+            loop.add_signal_handler(signal.SIGHUP, self.watcher.trigger)
+        async with AsyncExitStack() as stack:
+            stack.callback(self.decisions.close)
+            await self._listen(stack)
+            await self._watch(stack)
+            # What was made so far lives as long as the process: the collector need not look at it again.
+            gc.collect()
+            gc.freeze()
+            started(self)
+            await stop.wait()
+            await self._drain()
+
+    async def _listen(self, stack: AsyncExitStack) -> None:
+        settings = self.settings
+        runtime = LoopRuntime()
+
+        def exchange(writer: object) -> Exchange:
+            return Exchange(self.director, runtime, settings.limits, settings.patience, writer)  # type: ignore[arg-type]
+
+        health = self.serving.methods()
+        service = Service({METHOD: exchange, **health}, watches=WATCHES)
+        self.edges.append(await serve_edge(settings.edge, settings.listen, service, settings.tls))
+        stack.push_async_callback(self.edges[0].drain, 0.0)
+        if settings.health_listen:
+            only_health = Service(health, watches=WATCHES)
+            self.edges.append(await serve_edge(settings.edge, (settings.health_listen,), only_health))
+            stack.push_async_callback(self.edges[1].drain, 0.0)
+        if settings.admin_listen is not None:
+            await self._admin(stack, *settings.admin_listen)
+        self._register_counters()
+
+    async def _admin(self, stack: AsyncExitStack, host: str, port: int) -> None:
+        sources = admin.Sources(
+            metrics=self.metrics.render, not_ready=self.not_ready, decisions=self.decisions.recent, pool=self.pool
+        )
+        runner = web.AppRunner(admin.application(sources), access_log=None)
+        await runner.setup()
+        stack.push_async_callback(runner.cleanup)
+        await web.TCPSite(runner, host, port).start()
+
+    async def _watch(self, stack: AsyncExitStack) -> None:
+        stack.push_async_callback(self.scraper.stop)
+        stack.push_async_callback(self.membership.stop)
+        await self.membership.start(self.settings.sources())
+        tasks = [asyncio.create_task(self._tick())]
+        if self.watcher is not None:
+            tasks.append(asyncio.create_task(self.watcher.run()))
+
+        async def cancel() -> None:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+        stack.push_async_callback(cancel)
+
+    def _register_counters(self) -> None:
+        sources = self.metrics.sources
+        edge = self.edges[0]
+        sources["edge"] = lambda: _flat(edge.counters)
+        sources["scrape"] = lambda: self.scraper.counters
+        sources["membership"] = lambda: self.membership.counters
+        sources["health"] = lambda: self.health.counters
+        sources["decision_log"] = lambda: {"written": self.decisions.written, "dropped": self.decisions.dropped}
+        if (watcher := self.watcher) is not None:
+            sources["config"] = lambda: {"taken": watcher.taken, "refused": watcher.refused}
+
+    def not_ready(self) -> str:
+        """Why the picker should get no requests; empty when it should."""
+        if self._draining:
+            return "draining"
+        if not self.membership.synced:
+            return "discovery has not answered yet"
+        if not len(self.pool):
+            return "the pool has no endpoint"
+        if not any(e.available for e in self.pool.endpoints):
+            return "no endpoint of the pool is healthy"
+        return ""
+
+    async def _tick(self) -> None:
+        while True:
+            self.health.tick(time.monotonic())
+            self._report_readiness()
+            if self.settings.tls is not None:
+                self.settings.tls.refresh()
+            await asyncio.sleep(TICK_S)
+
+    def _report_readiness(self) -> None:
+        reason = self.not_ready()
+        if (not reason) != self.serving.ready:
+            log.info("%s", f"not ready: {reason}" if reason else f"ready: {len(self.pool)} endpoints")
+        self.serving.set_ready(not reason, reason or "ok")
+
+    async def _drain(self) -> None:
+        grace = self.settings.grace_s
+        self._draining = True
+        self._report_readiness()
+        log.info("stopping: %d requests run, %.0f s grace", _running(self.pool), grace)
+        await asyncio.gather(*(edge.drain(grace) for edge in self.edges))
+        log.info("stopped")
+
+    # What other parts tell
+
+    def _scraped(self, endpoint: Endpoint, now: float, outcome: Outcome) -> None:
+        self.health.scraped(endpoint, now, outcome)
+
+    def _changed(self, joined: Sequence[Endpoint], left: Sequence[Endpoint]) -> None:
+        del joined
+        self.director.endpoints_left(left, time.monotonic())
+
+    def _reconfigured(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+
+
+def _flat(counters: EdgeCounters) -> dict[str, float]:
+    """The edge's numbers by name; counters by kind as `name_kind`."""
+    flat: dict[str, float] = {}
+    for item in fields(counters):
+        value = getattr(counters, item.name)
+        if isinstance(value, Counter):
+            flat.update({f"{item.name}_{kind}".lower().replace("-", "_"): count for kind, count in value.items()})
+        else:
+            flat[item.name] = value
+    return flat
+
+
+def _running(pool: Pool) -> int:
+    return sum(e.in_flight for e in pool.endpoints)
