@@ -70,6 +70,8 @@ def command(**options: Any) -> None:
 def _configs(options: dict[str, Any]) -> list[WorkerConfig]:
     """Raises ValueError for a bad fault or a port out of range."""
     ports = options["port"] or tuple(range(options["base_port"], options["base_port"] + (options["count"] or 1)))
+    if ports[-1] > 65535:
+        raise ValueError(f"--base-port and --count: port {ports[-1]} is out of range")
     engine = EngineConfig(
         num_gpu_blocks=options["blocks"],
         block_size=options["block_size"],

@@ -23,7 +23,7 @@ class OutputStream:
 
     def __init__(self, engine: AsyncEngine, sequences: list[Sequence]) -> None:
         self._engine = engine
-        self._sequences = sequences
+        self.sequences = sequences
         self._outputs: deque[EngineOutput] = deque()
         self._unfinished = len(sequences)
         self._wanted = 1
@@ -57,7 +57,7 @@ class OutputStream:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._engine.abort(self._sequences)
+        self._engine.abort(self.sequences)
 
 
 class AsyncEngine:
@@ -76,6 +76,7 @@ class AsyncEngine:
         self._work = asyncio.Event()
         self._idle = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._step_end: float | None = None
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -93,9 +94,11 @@ class AsyncEngine:
     def submit(self, sequences: list[Sequence]) -> OutputStream:
         """Raises ValueError, with nothing added, for a prompt that is too long."""
         stream = OutputStream(self, sequences)
+        # When the loop is late, the engine's time is behind: a request is never younger than the step that takes it.
+        now = self._now() if self._step_end is None else min(self._now(), self._step_end)
         try:
             for sequence in sequences:
-                self.core.add_request(sequence, self._now())
+                self.core.add_request(sequence, now)
                 self._streams[sequence] = stream
         except ValueError:
             self.abort(sequences)
@@ -120,12 +123,13 @@ class AsyncEngine:
         while True:
             duration = self.core.begin_step(now)
             if duration is None:
+                self._step_end = None
                 self._work.clear()
                 self._idle.set()
                 await self._work.wait()
                 now = self._now()
                 continue
-            now += duration * self.slow_factor
+            now = self._step_end = now + duration * self.slow_factor
             # Also when late, let the loop do other work between two steps.
             await asyncio.sleep(max(0.0, (now - self._now()) / self._speed))
             self._deliver(now)

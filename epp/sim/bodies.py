@@ -136,7 +136,7 @@ def read_body(body: bytes, kind: type[T]) -> T:
 
 def template_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages with their content as text, which is what a chat template of a text model takes."""
-    return [{**message, "role": _role(message), "content": _text(message.get("content"))} for message in messages]
+    return [{**message, "role": _role(message), "content": _text(_content(message))} for message in messages]
 
 
 def _role(message: dict[str, Any]) -> str:
@@ -144,6 +144,11 @@ def _role(message: dict[str, Any]) -> str:
     if not isinstance(role, str):
         raise ApiError(400, "the role of a message must be text", param="messages")
     return role
+
+
+def _content(message: dict[str, Any]) -> Any:
+    """Of a message, or of an item of the Responses API: a tool's output, or a call's arguments."""
+    return message.get("content", message.get("output", message.get("arguments")))
 
 
 def _text(content: Any) -> str:

@@ -18,7 +18,9 @@ class Faults(Struct, forbid_unknown_fields=True, frozen=True):
     """All off by default."""
 
     refuse: Literal["", "close", "reset"] = ""
-    """`close`: the port is closed, connecting fails. `reset`: a connection is accepted and reset at once."""
+    """`close`: the port is closed and open connections are reset, as if the process had died; it opens again after
+    `duration_s`, or when asked over the connection that switched this on. `reset`: a connection is accepted and reset
+    at once."""
     hang: Rate = 0.0
     """The request is read and never answered."""
     reset_mid_stream: Rate = 0.0
@@ -26,7 +28,7 @@ class Faults(Struct, forbid_unknown_fields=True, frozen=True):
     error_rate: Rate = 0.0
     error_status: Annotated[int, Meta(ge=400, le=599)] = 503
     bad_json: Rate = 0.0
-    """The answer is cut off in the middle of its JSON, with a correct content-length."""
+    """The answer's JSON is cut off in its middle; of a stream, that of the first event."""
     slow: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     """Every engine step takes so many times longer."""
     stale_metrics: bool = False

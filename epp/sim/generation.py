@@ -121,20 +121,23 @@ class Generator:
     async def _generate(self, request: web.Request, job: Job) -> web.StreamResponse:
         sequences = self._sequences(job)
         dice = self._worker.dice
+        bad_json = dice.strikes(dice.faults.bad_json)
         reset_after = None
         if dice.strikes(dice.faults.reset_mid_stream):
             reset_after = dice.between(1, min(s.sampling.max_tokens for s in sequences))
         with self._worker.engine.submit(sequences) as stream:
             if job.body.stream:
-                return await self._stream(request, job, sequences, stream, reset_after)
+                return await self._stream(request, job, stream, reset_after=reset_after, bad_json=bad_json)
             await stream.wait()
         if reset_after is not None and request.transport is not None:
             reset_connection(request.transport)
-        return web.json_response(job.reply.whole(*self._results(job, sequences)))
+        body = job.reply.whole_json(*self._results(job, sequences))
+        return web.Response(body=body[: len(body) // 2] if bad_json else body, content_type="application/json")
 
     async def _stream(
-        self, request: web.Request, job: Job, sequences: list[Sequence], stream: OutputStream, reset_after: int | None
+        self, request: web.Request, job: Job, stream: OutputStream, *, reset_after: int | None, bad_json: bool
     ) -> web.StreamResponse:
+        sequences = stream.sequences
         response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
         interval = self._worker.config.stream_interval * len(sequences)
         index_of = {sequence: index for index, sequence in enumerate(sequences)}
@@ -151,7 +154,7 @@ class Generator:
                 ended[output.sequence] = output.finish_reason
             for sequence, parts in texts.items():
                 chunk += job.reply.delta(index_of[sequence], "".join(parts), ended[sequence])
-            await response.write(chunk)
+            await response.write(chunk[: len(chunk) // 2] + b"\n\n" if bad_json and not sent else chunk)
             chunk = b""
             sent += len(outputs)
             if reset_after is not None and sent >= reset_after and request.transport is not None:

@@ -56,6 +56,7 @@ class EventPublisher:
         self._buffer: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
+        self._pub.setsockopt(zmq.SNDHWM, 100_000)  # vLLM's default; beyond it messages are dropped
         self._router: zmq.asyncio.Socket | None = None
         try:
             self.endpoint = _open(self._pub, config.endpoint)

@@ -65,6 +65,9 @@ class Reply:
     include_usage: bool = False
     with_token_ids: bool = False
 
+    def whole_json(self, choices: list[Choice], usage: Usage) -> bytes:
+        return _dumps(self.whole(choices, usage)).encode()
+
     def whole(self, choices: list[Choice], usage: Usage) -> dict[str, Any]:
         raise NotImplementedError
 

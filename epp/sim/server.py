@@ -69,7 +69,7 @@ class Worker:
         self._lora_info = LoraInfo(config.engine.max_loras)
         self._created = int(time.time())
         self._frozen_metrics: str | None = None
-        self._fault_timer: asyncio.TimerHandle | None = None
+        self._fault_end: asyncio.Task[None] | None = None
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         for name in config.lora_modules:
@@ -107,8 +107,7 @@ class Worker:
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Stop listening, let running requests end for `grace_s` seconds, then drop them."""
-        if self._fault_timer is not None:
-            self._fault_timer.cancel()
+        self._forget_fault_end()
         self._close_listener()
         await self.engine.stop(grace_s)
         if self._runner is not None:
@@ -117,20 +116,29 @@ class Worker:
             await self.publisher.stop()
             self.publisher = None
 
-    async def set_faults(self, faults: Faults) -> None:
-        if self._fault_timer is not None:
-            self._fault_timer.cancel()
-            self._fault_timer = None
+    async def set_faults(self, faults: Faults, *, asked_over: asyncio.BaseTransport | None = None) -> None:
+        """Put faults in force instead of those before. `asked_over` is a connection that a refusal spares."""
+        self._forget_fault_end()
         self.dice = FaultDice(faults)
         self.engine.slow_factor = faults.slow
         self._frozen_metrics = self._metrics_page() if faults.stale_metrics else None
         if faults.refuse == "close":
             self._close_listener()
+            self._reset_connections(spare=asked_over)
         elif self._listener is None:
             await self._listen()
         if faults.duration_s is not None:
-            loop = asyncio.get_running_loop()
-            self._fault_timer = loop.call_later(faults.duration_s, lambda: loop.create_task(self.set_faults(Faults())))
+            self._fault_end = asyncio.create_task(self._end_faults(faults.duration_s))
+
+    def _forget_fault_end(self) -> None:
+        if self._fault_end is not None:
+            self._fault_end.cancel()
+            self._fault_end = None
+
+    async def _end_faults(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        self._fault_end = None
+        await self.set_faults(Faults())
 
     async def _listen(self) -> None:
         assert self._runner is not None
@@ -149,6 +157,13 @@ class Worker:
             reason = "the port is taken by another process" if taken else error.strerror
             raise OSError(f"cannot listen on {self.address}: {reason}") from None
         self.port = self._listener.sockets[0].getsockname()[1]
+
+    def _reset_connections(self, spare: asyncio.BaseTransport | None) -> None:
+        assert self._runner is not None
+        assert self._runner.server is not None
+        for connection in self._runner.server.connections:
+            if connection.transport is not None and connection.transport is not spare:
+                reset_connection(connection.transport)
 
     def _close_listener(self) -> None:
         if self._listener is not None:
@@ -210,14 +225,11 @@ class Worker:
         async def guarded(request: web.Request) -> web.StreamResponse:
             dice = self.dice
             if dice.strikes(dice.faults.hang):
+                await request.read()
                 await asyncio.Event().wait()
             if dice.strikes(dice.faults.error_rate):
                 raise ApiError(dice.faults.error_status, "a fault was asked for", "InternalServerError")
-            response = await handler(request)
-            if dice.strikes(dice.faults.bad_json) and isinstance(response, web.Response):
-                assert isinstance(response.body, bytes)
-                response.body = response.body[: len(response.body) // 2]
-            return response
+            return await handler(request)
 
         return guarded
 
@@ -292,7 +304,7 @@ class Worker:
             faults = read_faults(await request.read() or b"{}")
         except ValueError as error:
             raise ApiError(400, str(error)) from None
-        await self.set_faults(faults)
+        await self.set_faults(faults, asked_over=request.transport)
         return await self._get_faults(request)
 
 

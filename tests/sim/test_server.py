@@ -261,6 +261,22 @@ async def test_a_bad_body_gets_400_and_the_reason(
     assert (await post(session, worker, "/v1/completions", {"prompt": "x"}))[0] == 200
 
 
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"\xff", b"[" * 200_000, b'{"prompt": "\\ud800"}', b'{"prompt": NaN}'],
+    ids=["empty", "cut off", "not UTF-8", "deep", "lone surrogate", "NaN"],
+)
+async def test_what_is_not_json_gets_400(
+    start_worker: StartWorker, session: aiohttp.ClientSession, body: bytes
+) -> None:
+    worker = await start_worker()
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/tokenize", "/control/faults"):
+        if path == "/control/faults" and not body:
+            continue  # asks for no faults
+        async with session.post(f"http://{worker.address}{path}", data=body) as response:
+            assert response.status == 400
+
+
 async def test_errors_of_the_messages_api_have_anthropics_shape(
     start_worker: StartWorker, session: aiohttp.ClientSession
 ) -> None:
