@@ -6,6 +6,7 @@ decision log and `/debug/decisions`; `epp.explain` prints it as a table.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,6 +45,10 @@ class ProfileTrace:
     totals: Floats
     picker: str
     chosen: tuple[Endpoint, ...]
+    cached_tokens: Floats | None = None
+    """Prompt tokens each candidate was believed to hold, shape (n,)."""
+    expected_ttft: Floats | None = None
+    """Seconds to the first token expected of each, shape (n,); None: nobody estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,8 @@ class Decision:
     """Why anything was done in a lesser way (a fallback, a plugin at fault, stale metrics), by fixed names."""
     timing: Mapping[str, float] = field(default_factory=dict)
     """Stage -> seconds."""
+    candidates: tuple[Endpoint, ...] = ()
+    """Who was in question before any filter: available, and inside the gateway's subset."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-ready values; scores rounded to 6 digits."""
@@ -86,6 +93,7 @@ class Decision:
                 "ttft_s": self.estimate.ttft_s,
             },
             "reasons": list(self.reasons),
+            "candidates": [e.address for e in self.candidates],
             "timing": {k: round(v, 6) for k, v in self.timing.items()},
             "profiles": [_profile(p) for p in self.profiles],
         }
@@ -100,10 +108,16 @@ def _profile(trace: ProfileTrace) -> dict[str, Any]:
         ],
         "candidates": [e.address for e in trace.candidates],
         "scorers": [
-            {"name": s.name, "weight": s.weight, "raw": [round(float(x), 6) for x in s.raw], "fault": s.fault}
-            for s in trace.scorers
+            {"name": s.name, "weight": s.weight, "raw": _numbers(s.raw), "fault": s.fault} for s in trace.scorers
         ],
-        "totals": [round(float(x), 6) for x in trace.totals],
+        "totals": _numbers(trace.totals),
         "picker": trace.picker,
         "chosen": [e.address for e in trace.chosen],
+        "cached_tokens": _numbers(trace.cached_tokens),
+        "expected_ttft": _numbers(trace.expected_ttft),
     }
+
+
+def _numbers(values: Floats | None) -> list[float | None] | None:
+    """JSON has no NaN and no infinity: they become null."""
+    return None if values is None else [round(x, 6) if math.isfinite(x) else None for x in values.tolist()]

@@ -62,7 +62,7 @@ def find(records: Iterable[Record], request_id: str | None) -> Record | None:
 def explain(record: Record) -> RenderableType:
     """A decision as a headline, a table per profile, and what came of it."""
     parts: list[RenderableType] = [_headline(record)]
-    parts += [_profile(profile) for profile in record["profiles"]]
+    parts += [_profile(profile, record.get("candidates") or []) for profile in record["profiles"]]
     parts.append(_estimate_and_outcome(record))
     reasons = record.get("reasons") or []
     if reasons:
@@ -83,18 +83,23 @@ def _headline(record: Record) -> Text:
     return text.append(f"  fallbacks {', '.join(endpoints[1:])}", "dim") if endpoints[1:] else text
 
 
-def _profile(profile: Mapping[str, Any]) -> RenderableType:
+def _profile(profile: Mapping[str, Any], everyone: list[str]) -> RenderableType:
     table = Table(title=escape(f"profile {profile['name']}, picker {profile['picker']}"), title_justify="left")
     table.add_column("endpoint", no_wrap=True)
     filters, scorers = profile["filters"], profile["scorers"]
     for step in filters:
         table.add_column(escape(step["name"]), justify="center")
+    cached, expected = profile.get("cached_tokens"), profile.get("expected_ttft")
+    if cached is not None:
+        table.add_column("tokens\ncached", justify="right")
+    if expected is not None:
+        table.add_column("first token\nin s", justify="right")
     for step in scorers:
         table.add_column(escape(f"{step['name']}\nraw x {step['weight']:g}"), justify="right")
     table.add_column("total", justify="right")
     table.add_column("chosen", justify="center")
     candidates, chosen = profile["candidates"], profile["chosen"]
-    for endpoint in _by_rank(profile):
+    for endpoint in _by_rank(profile, everyone):
         cells = [endpoint]
         stays = True
         for step in filters:
@@ -102,6 +107,10 @@ def _profile(profile: Mapping[str, Any]) -> RenderableType:
             cells.append("" if not stays else "yes" if kept else "[red]no[/]")
             stays = stays and kept
         row = candidates.index(endpoint) if endpoint in candidates else None
+        if cached is not None:
+            cells.append("" if row is None else f"{cached[row]:.0f}")
+        if expected is not None:
+            cells.append("" if row is None else _number(expected[row]))
         for step in scorers:
             cells.append("" if row is None else _score(step["raw"][row], step["weight"]))
         cells.append("" if row is None else _number(profile["totals"][row]))
@@ -110,26 +119,18 @@ def _profile(profile: Mapping[str, Any]) -> RenderableType:
         )
         table.add_row(*cells, style="bold green" if chosen[:1] == [endpoint] else None)
     faults = [f"{step['name']}: {step['fault']}" for step in (*filters, *scorers) if step["fault"]]
-    lost = _lost(profile)
-    notes = [Text(f"at fault, left out: {fault}", style="red") for fault in faults]
-    return Group(table, *notes, *([Text(lost, style="dim")] if lost else []))
+    notes = [Text(f"at fault: {fault}", style="red") for fault in faults]
+    return Group(table, *notes)
 
 
-def _by_rank(profile: Mapping[str, Any]) -> list[str]:
-    """The chosen ones first, then by total, then those a filter took out."""
+def _by_rank(profile: Mapping[str, Any], everyone: list[str]) -> list[str]:
+    """The chosen ones first, then by total, then those a filter took out, the last one first."""
     chosen, totals = profile["chosen"], dict(zip(profile["candidates"], profile["totals"], strict=False))
     rest = sorted((e for e in totals if e not in chosen), key=lambda e: -(totals[e] or 0.0))
-    seen = dict.fromkeys([*chosen, *rest])
-    for step in profile["filters"]:
-        seen.update(dict.fromkeys(step["kept"]))
-    return list(seen)
-
-
-def _lost(profile: Mapping[str, Any]) -> str:
-    """What the trace cannot show by name: endpoints that the first filter already took out."""
-    filters = profile["filters"]
-    count = filters[0]["before"] - len(filters[0]["kept"]) if filters else 0
-    return f"{count} endpoints taken out by {filters[0]['name']} are not listed" if count else ""
+    rows = dict.fromkeys([*chosen, *rest])
+    for step in reversed(profile["filters"]):
+        rows.update(dict.fromkeys(step["kept"]))
+    return list(rows | dict.fromkeys(everyone))
 
 
 def _score(raw: float | None, weight: float) -> str:

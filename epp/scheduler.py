@@ -151,6 +151,7 @@ class Scheduler:
             estimates[primary] if primary is not None and endpoints else Estimate(request.prompt_tokens, 0),
             tuple(dict.fromkeys(reasons)),
             {"produce": produced - started, "profiles": ended - produced, "total": ended - started},
+            candidates.endpoints,
         )
         if not endpoints:
             raise Unschedulable(ALL_FILTERED if len(candidates) else NO_CANDIDATES, decision)
@@ -216,7 +217,17 @@ class Scheduler:
             self._note(name, fault, reasons)
             chosen = _chosen(self._fallback_picker, request, remaining, totals)
         estimates[profile.name] = _estimate(request, remaining, chosen[0])
-        return ProfileTrace(profile.name, tuple(filters), remaining.endpoints, scorers, totals, name, chosen)
+        return ProfileTrace(
+            profile.name,
+            tuple(filters),
+            remaining.endpoints,
+            scorers,
+            totals,
+            name,
+            chosen,
+            remaining.cached_tokens,
+            remaining.expected_ttft,
+        )
 
     def _score(
         self, profile: _Profile, request: InferenceRequest, candidates: Candidates, reasons: list[str]

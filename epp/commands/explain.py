@@ -26,7 +26,12 @@ def command(source: str, request_id: str | None) -> None:
         raise click.ClickException(f"{source}: {error}") from None
     if record is None:
         raise click.ClickException(f"{source}: no decision" + (f" for request {request_id}" if request_id else ""))
-    Console().print(explain(record))
+    try:
+        table = explain(record)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        why = f"{source}: not a decision that this version can read ({type(error).__name__}: {error})"
+        raise click.ClickException(why) from None
+    Console().print(table)
 
 
 def fetch(source: str) -> str:
