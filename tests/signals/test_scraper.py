@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
+from urllib.parse import unquote
 
 import pytest
 
@@ -29,6 +30,7 @@ class FakeWorker:
         self.status = "200 OK"
         self.connections = 0
         self.scrapes = 0
+        self.asked: list[str] = []
         self.waiting_now = 0
         self.answer = asyncio.Event()
         self.answer.set()
@@ -37,7 +39,8 @@ class FakeWorker:
         self.connections += 1
         try:
             while True:
-                path = (await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode()
+                self.asked.append((await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode())
+                path = self.asked[-1].partition("?")[0]
                 page = self.pages.get(path, b"")
                 self.scrapes += path == "/metrics"
                 self.waiting_now += 1
@@ -176,6 +179,7 @@ async def test_three_hundred_slow_workers_are_asked_all_at_once() -> None:
         run.scraper.changed(many, [])
         try:
             await until(lambda: worker.waiting_now == 300)
+            assert run.scraper.interval_s == 300 / 200.0
         finally:
             await run.scraper.stop()
 
@@ -274,6 +278,42 @@ async def test_metrics_at_the_other_path_are_found() -> None:
     async with serving(worker) as endpoint, scraping(endpoint) as run:
         await run.outcome(endpoint, Outcome.GOOD)
         assert (endpoint.engine, endpoint.get("waiting")) == ("trtllm-serve", 4)
+
+
+async def test_once_vllm_is_known_only_the_wanted_families_are_asked_for() -> None:
+    worker = FakeWorker()
+    worker.pages["/metrics/"] = PAGE.replace(b"num_requests_waiting 2", b"num_requests_waiting 7")
+    async with serving(worker) as endpoint, scraping(endpoint) as run:
+        await until(lambda: endpoint.get("waiting") == 7)
+        assert worker.scrapes == 1
+        assert unquote(worker.asked[-1]).startswith("/metrics/?name[]=vllm:cache_config_info&name[]=vllm:")
+        assert run.scraper.counters[Outcome.GOOD] >= 2
+
+
+@pytest.mark.parametrize("narrow", [b"", PAGE.partition(b"\n")[0], None])
+async def test_where_the_narrow_page_tells_less_the_whole_one_is_read_in_the_same_scrape(narrow: bytes | None) -> None:
+    """vLLM with several API servers answers an empty page, other servers know no such path."""
+    worker = FakeWorker()
+    if narrow is not None:
+        worker.pages["/metrics/"] = narrow
+    async with serving(worker) as endpoint, scraping(endpoint) as run:
+        await until(lambda: worker.scrapes >= 4)
+        assert {outcome for _, outcome in run.outcomes} == {Outcome.GOOD}
+        assert sum(path.startswith("/metrics/") for path in worker.asked) == 1
+        assert endpoint.get("kv_usage") == 0.5
+
+
+async def test_after_a_restart_the_narrow_page_is_tried_again() -> None:
+    old, new = FakeWorker(), FakeWorker()
+    new.pages["/metrics/"] = PAGE
+    async with serving(FakeWorker()) as free:
+        endpoint = Endpoint(free.host, free.port)
+    async with scraping(endpoint) as run:
+        async with serving(old, endpoint.port):
+            await until(lambda: old.scrapes >= 3)
+        await run.outcome(endpoint, Outcome.REFUSED)
+        async with serving(new, endpoint.port):
+            await until(lambda: sum(path.startswith("/metrics/") for path in new.asked) >= 2)
 
 
 async def test_a_worker_that_starts_later_is_found() -> None:
