@@ -31,6 +31,7 @@ COLUMNS = (
     "prefill_rate",  # uncached prompt tokens per second, learned; NaN not yet
     "first_token_overhead",  # seconds to a first token besides prefill, learned; NaN not yet
     "prefill_until",  # when the prompts sent so far should be prefilled, by the learned rate alone; -inf nothing sent
+    "recent_tokens",  # uncached prompt tokens sent there, fading with time: how fast its cache turns over
     "ready_at",  # when the endpoint joined or came back, for slow start
 )
 
@@ -253,7 +254,7 @@ class Pool:
 
 
 def _initial(column: str) -> float:
-    if column in ("in_flight", "in_flight_tokens", "unseen"):
+    if column in ("in_flight", "in_flight_tokens", "unseen", "recent_tokens"):
         return 0.0
     return -math.inf if column in ("scraped_at", "ready_at", "prefill_until") else math.nan
 

@@ -4,11 +4,13 @@ In: a request, its cached tokens per endpoint, the pool's columns. Out: `candida
 As requests end, the model of each endpoint learns from its own first-token times:
 
     ttft(e) = overhead(e) + (tokens ahead(e) + uncached(e)) / prefill rate(e) + load(e) * request_cost
-    cost(e) = ttft(e) + decode_weight * load(e) * uncached(e) / prefill rate(e)
+    cost(e) = ttft(e) + (decode_weight * load(e) + eviction_weight * turnover(e)) * uncached(e) / prefill rate(e)
 
 *Tokens ahead* are the uncached prompt tokens this picker has in flight there, known at once, plus a mean request for
-each one in the worker's queue that is not ours, known from the scrape. *Load* is the number of requests there, by the
-own count or the gauges, whichever is more. What is unknown or stale is neutral: it counts as the others' mean.
+each one in the worker's queue that is not ours, known from the scrape. *Load* is the number of requests there: ours
+and what the gauges show beyond them. *Turnover*, 0..1, is how many uncached tokens went there of late, relative to the
+busiest: each pushes a block out of the cache, and where blocks go round fast, the one pushed out is the more likely to
+be asked for again. What is unknown or stale is neutral: it counts as the others' mean.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Annotated
 
 import numpy as np
 
+from epp.endpoint import Pool
 from epp.plugin import Candidates, Duration, Endpoint, Floats, Handle, InferenceRequest, Mask, Outcome, Producer, Range
 
 RATE_BOUNDS = (50.0, 2_000_000.0)
@@ -38,6 +41,10 @@ class EstimatorParameters:
     """Seconds each request already at an endpoint adds to a new one's first token: a longer step, a longer queue."""
     decode_weight: Annotated[float, Range(min=0, max=10)] = 0.1
     """What a second's delay of one request that is being served there weighs against a second of the first token."""
+    eviction_weight: Annotated[float, Range(min=0, max=10)] = 1.0
+    """What a second of prefill costs in blocks it pushes out, where the cache turns over fastest."""
+    turnover_half_life: Duration = 300.0
+    """Time after which a token sent counts half in the turnover."""
     stale_after: Duration = 5.0
     """Age at which a scraped gauge counts as unknown; when all are older, age is ignored."""
     slow_start: Duration = 30.0
@@ -86,6 +93,7 @@ class TTFTEstimator(Producer[EstimatorParameters]):
         self._models: dict[Endpoint, FirstTokenModel] = {}
         self._mean_uncached = 1000.0
         self._ended_unseen = 0
+        self._faded_at = -math.inf
 
     def produce(self, request: InferenceRequest, candidates: Candidates) -> None:
         p = self.parameters
@@ -100,7 +108,10 @@ class TTFTEstimator(Producer[EstimatorParameters]):
             ahead = np.minimum(ahead, left_s * rate)
         work = ahead + foreign * self._mean_uncached + uncached
         candidates.expected_ttft = overhead + work / rate + load * p.request_cost
-        candidates.expected_cost = candidates.expected_ttft + p.decode_weight * load * uncached / rate
+        recent = candidates.column("recent_tokens")
+        turnover = recent / max(float(recent.max(initial=0.0)), 1.0)
+        others = p.decode_weight * load + p.eviction_weight * turnover
+        candidates.expected_cost = candidates.expected_ttft + others * uncached / rate
         request.attributes[self.name] = _Pending(candidates, work, uncached, load, rate)
 
     def picked(self, request: InferenceRequest, endpoints: Mapping[str, Endpoint]) -> None:
@@ -108,6 +119,7 @@ class TTFTEstimator(Producer[EstimatorParameters]):
         if not isinstance(pending, _Pending):
             return
         now, expected = pending.candidates.now, {}
+        self._fade(pending.candidates.pool, now)
         for endpoint in set(endpoints.values()):
             i = pending.candidates.endpoints.index(endpoint)
             prefill_s = float(pending.uncached[i] / pending.rate[i])
@@ -115,6 +127,7 @@ class TTFTEstimator(Producer[EstimatorParameters]):
                 float(pending.work[i]), float(pending.uncached[i]), float(pending.load[i]), prefill_s
             )
             self._mean_uncached += 0.05 * (float(pending.uncached[i]) - self._mean_uncached)
+            endpoint.set("recent_tokens", endpoint.get("recent_tokens") + float(pending.uncached[i]))
             until = endpoint.get("prefill_until")
             endpoint.set("prefill_until", max(now, until if until == until else now) + prefill_s)
         request.attributes[self.name] = expected
@@ -144,6 +157,12 @@ class TTFTEstimator(Producer[EstimatorParameters]):
             endpoint.set("prefill_rate", model.rate)
         if model.overhead_samples:
             endpoint.set("first_token_overhead", model.overhead_s)
+
+    def _fade(self, pool: Pool, now: float) -> None:
+        half_life = self.parameters.turnover_half_life
+        if half_life > 0 and now > self._faded_at:
+            pool.columns["recent_tokens"] *= 0.5 ** ((now - self._faded_at) / half_life)
+        self._faded_at = max(now, self._faded_at)
 
     def removed(self, endpoint: Endpoint) -> None:
         self._models.pop(endpoint, None)

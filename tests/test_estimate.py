@@ -12,7 +12,13 @@ from epp.plugin import Outcome
 from scorers.expected_ttft import ExpectedTTFT
 from tests.pools import candidates, plugin, request
 
-EXACT = {"prefill_tokens_per_second": 1000.0, "overhead": 0.0, "request_cost": 0.0, "decode_weight": 0.0}
+EXACT = {
+    "prefill_tokens_per_second": 1000.0,
+    "overhead": 0.0,
+    "request_cost": 0.0,
+    "decode_weight": 0.0,
+    "eviction_weight": 0.0,
+}
 
 
 def ttft(estimator: TTFTEstimator, pool: Candidates, tokens: int) -> list[float]:
@@ -69,6 +75,26 @@ def test_cost_adds_the_delay_of_those_already_served_there() -> None:
     assert pool.expected_cost is not None
     assert pool.expected_ttft.tolist() == [2, 2]
     assert pool.expected_cost.tolist() == [2, 4]
+
+
+def test_cost_adds_what_is_pushed_out_of_the_cache_that_turns_over_fastest() -> None:
+    pool = candidates(recent_tokens=[0, 5000, 10_000])
+    estimator = plugin(TTFTEstimator, **{**EXACT, "eviction_weight": 1.0})
+    estimator.produce(request(prompt_tokens=2000), pool)
+    assert pool.expected_cost is not None
+    assert pool.expected_cost.tolist() == [2, 3, 4]
+
+
+def test_turnover_counts_the_uncached_tokens_sent_and_fades_by_its_half_life() -> None:
+    pool = candidates(2)
+    pool.cached_tokens = np.array([400.0, 0.0])
+    estimator = plugin(TTFTEstimator, turnover_half_life=10.0, **EXACT)
+    for now in (100.0, 110.0):
+        asked, later = request(prompt_tokens=1000), pool.pool.candidates(now)
+        later.cached_tokens = pool.cached_tokens
+        estimator.produce(asked, later)
+        estimator.picked(asked, {"default": pool[0]})
+    assert pool.column("recent_tokens").tolist() == [600 / 2 + 600, 0]
 
 
 def run(estimator: TTFTEstimator, pool: Candidates, tokens: int, outcome: Outcome) -> None:

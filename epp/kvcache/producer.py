@@ -7,7 +7,7 @@ No worker is asked and no tokenizer needed: text counts four bytes a token.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import numpy as np
@@ -66,15 +66,14 @@ class ApproxPrefixCache(Producer[PrefixParameters]):
     def __init__(self, parameters: PrefixParameters, handle: Handle, name: str) -> None:
         super().__init__(parameters, handle, name)
         self.history: History[Endpoint] = History(parameters.max_index_megabytes << 20)
-        self._settings: PrefixParameters | None = None
         self._tuned_block_size: int | None = None
 
     def produce(self, request: InferenceRequest, candidates: Candidates) -> None:
         if not request.prompts:
             return
-        settings = self._effective()
-        block_size = self._block_size(settings, candidates)
-        limit = settings.max_prefix_tokens_to_match // block_size or settings.max_prefix_blocks_to_match or UNLIMITED
+        p = self.parameters
+        block_size = self._block_size(candidates)
+        limit = p.max_prefix_tokens_to_match // block_size or p.max_prefix_blocks_to_match or UNLIMITED
         keys = request_keys(request, block_size, limit=limit, max_items=MAX_ITEMS)
         lookup = _Lookup(keys, [self.history.match(k) for k in keys], {})
         request.attributes[self.name] = lookup
@@ -117,28 +116,16 @@ class ApproxPrefixCache(Producer[PrefixParameters]):
         capacity = self._capacity(endpoint)
         lookup.tokens[endpoint] = [self.history.insert(endpoint, keys, capacity) for keys in lookup.keys]
 
-    def _effective(self) -> PrefixParameters:
-        """Own parameters; where all of them are defaults, with those that a `prefix-cache-scorer` was given."""
-        if self._settings is None:
-            self._settings = self.parameters
-            if self.parameters == PrefixParameters():
-                for plugin in self.handle.plugins.values():
-                    if plugin.type == "prefix-cache-scorer":
-                        given = {n: getattr(plugin.parameters, n) for n in plugin.parameters.__dataclass_fields__}
-                        given = {n: value for n, value in given.items() if value is not None}
-                        self._settings = replace(self._settings, **given)
-        return self._settings
-
-    def _block_size(self, settings: PrefixParameters, candidates: Candidates) -> int:
+    def _block_size(self, candidates: Candidates) -> int:
         """The first block size that a worker told; it then stays, so that keys stay comparable."""
-        if settings.auto_tune and self._tuned_block_size is None:
+        if self.parameters.auto_tune and self._tuned_block_size is None:
             self._tuned_block_size = next((e.block_size for e in candidates if e.block_size), None)
-        return self._tuned_block_size or settings.block_size_tokens
+        return self._tuned_block_size or self.parameters.block_size_tokens
 
     def _capacity(self, endpoint: Endpoint) -> int:
         """Blocks of our size that fit the endpoint's cache."""
-        settings = self._effective()
-        if settings.auto_tune and endpoint.cache_blocks and endpoint.block_size:
-            ours = self._tuned_block_size or settings.block_size_tokens
+        p = self.parameters
+        if p.auto_tune and endpoint.cache_blocks and endpoint.block_size:
+            ours = self._tuned_block_size or p.block_size_tokens
             return max(endpoint.cache_blocks * endpoint.block_size // ours, 1)
-        return settings.lru_capacity_per_server
+        return p.lru_capacity_per_server

@@ -1,15 +1,13 @@
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
 
+from epp.config import read
 from epp.endpoint import Candidates
 from epp.kvcache.producer import ApproxPrefixCache, PrefixParameters
-from epp.plugin import Handle, Outcome
+from epp.plugin import Outcome
 from epp.request import InferenceRequest
-from scorers.prefix_cache import Parameters as ScorerParameters
-from scorers.prefix_cache import PrefixCache
 from tests.pools import candidates, plugin, request
 
 PROMPT = bytes(range(256)) * 8  # 512 tokens, 32 blocks
@@ -143,13 +141,21 @@ def test_the_number_of_blocks_looked_at_can_be_limited() -> None:
         assert cached(producer, pool, request(PROMPT)) == [tokens]
 
 
-def test_parameters_given_to_the_scorer_reach_a_producer_that_has_none() -> None:
-    handle = Handle(random=Random(1))
-    scorer = PrefixCache(ScorerParameters(block_size_tokens=128, lru_capacity_per_server=3), handle, "prefix")
-    added = ApproxPrefixCache(PrefixParameters(), handle, "added")
-    own = ApproxPrefixCache(PrefixParameters(block_size_tokens=32), handle, "own")
-    handle.plugins.update({"prefix": scorer, "added": added, "own": own})
-    pool = candidates(1)
-    for producer, tokens in ((added, 384), (own, 512)):
-        send(producer, pool, request(PROMPT), 0)
-        assert cached(producer, pool, request(PROMPT)) == [tokens]
+def test_parameters_given_to_the_scorer_reach_the_producer_that_is_added_for_it() -> None:
+    config = read(
+        """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: prefix-cache-scorer
+  parameters: {blockSizeTokens: 128, lruCapacityPerServer: 3, maxPrefixBlocksToMatch: 256, autoTune: false}
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: prefix-cache-scorer
+""",
+        source="test",
+    )
+    assert config.plugin("approx-prefix-cache-producer").parameters == PrefixParameters(
+        auto_tune=False, block_size_tokens=128, lru_capacity_per_server=3, max_prefix_blocks_to_match=256
+    )
