@@ -139,7 +139,7 @@ async def _serve(workers: list[Worker], grace_s: float) -> None:
         for worker in workers:
             await worker.start()
             started.append(worker)
-            events = f", KV events on {worker.publisher.endpoint}" if worker.publisher else ""
+            events = f", KV events on {worker.reachable(worker.publisher.endpoint)}" if worker.publisher else ""
             click.echo(f"{worker.name}: http://{worker.address}{events}")
         await stop.wait()
     except (OSError, ValueError) as error:

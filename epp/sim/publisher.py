@@ -46,7 +46,7 @@ class EventPublisher:
     """Raises ValueError for an endpoint that cannot be bound or connected to."""
 
     def __init__(self, config: EventsConfig, is_lost: Callable[[], bool] = lambda: False) -> None:
-        self._config = config
+        self.config = config
         self._is_lost = is_lost
         self._encode = EventEncoder(
             config.layout, bytes_hashes=config.bytes_hashes, data_parallel_rank=config.data_parallel_rank
@@ -90,7 +90,7 @@ class EventPublisher:
         self._context.term()
 
     async def _serve_replay(self, router: zmq.asyncio.Socket) -> None:
-        topic = [self._topic] if self._config.layout == "map" else []
+        topic = [self._topic] if self.config.layout == "map" else []
         while True:
             frames = await router.recv_multipart()
             if len(frames) != 3 or frames[1] != b"" or len(frames[2]) != 8:

@@ -80,6 +80,10 @@ class Worker:
         host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
         return f"{host}:{self.port}"
 
+    def reachable(self, endpoint: str) -> str:
+        """A bound ZeroMQ endpoint with this worker's host for the wildcard."""
+        return endpoint.replace("0.0.0.0", self.config.host)
+
     async def start(self) -> None:
         """Raises OSError, naming the port, if it is taken; ValueError for an event endpoint that cannot be used."""
         self._runner = web.AppRunner(
@@ -255,10 +259,18 @@ class Worker:
         return render_metrics(self.core, self.config.model, self._lora_info)
 
     async def _event_sources(self, request: web.Request) -> web.Response:
-        if self.publisher is None or self.config.events is None:
+        """As vLLM tells them: a list with an entry per data-parallel rank, an empty object without events."""
+        publisher = self.publisher
+        if publisher is None:
             return web.json_response({})
-        source = {"endpoint": self.publisher.endpoint, "replay_endpoint": self.publisher.replay_endpoint}
-        return web.json_response({str(self.config.events.data_parallel_rank): source})
+        replay = publisher.replay_endpoint
+        source = {
+            "data_parallel_rank": publisher.config.data_parallel_rank,
+            "endpoint": self.reachable(publisher.endpoint),
+            "replay_endpoint": replay and self.reachable(replay),
+            "topic": publisher.config.topic,
+        }
+        return web.json_response([source])
 
     async def _sleep(self, request: web.Request) -> web.Response:
         level = request.query.get("level", "1")

