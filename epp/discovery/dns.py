@@ -78,8 +78,7 @@ class DnsDiscovery:
         self.target = parse_dns(target)
         self.name = f"dns {self.target.query}"
         self.synced = False
-        self.counters: Counter[str] = Counter()
-        """`answers`, `failures`."""
+        self.counters = Counter({"dns_answers": 0, "dns_failures": 0})
         self._last: dict[tuple[str, str], list[str]] = {}
         self._min_ttl_s = min_ttl_s
         self._max_ttl_s = max_ttl_s
@@ -108,7 +107,7 @@ class DnsDiscovery:
                 publish(specs)
             except Exception as error:
                 failures += 1
-                self.counters["failures"] += 1
+                self.counters["dns_failures"] += 1
                 if failures == 1:
                     log.warning("%s cannot be resolved, the endpoints known before stay: %s", self.name, error)
                 wait_s = min(self._min_ttl_s * 2.0 ** min(failures - 1, 10), self._max_ttl_s)
@@ -116,7 +115,7 @@ class DnsDiscovery:
                 if failures:
                     log.info("%s is resolved again", self.name)
                 failures = 0
-                self.counters["answers"] += 1
+                self.counters["dns_answers"] += 1
                 self.synced = True
                 wait_s = min(max(ttl_s, self._min_ttl_s), self._max_ttl_s)
             await asyncio.sleep(wait_s)

@@ -44,8 +44,7 @@ class FileDiscovery:
         self.path = Path(path)
         self.name = f"file {path}"
         self.synced = False
-        self.counters: Counter[str] = Counter()
-        """`loaded`, `refused`."""
+        self.counters = Counter({"file_loaded": 0, "file_refused": 0})
         self._poll_s = poll_s
         self._task: asyncio.Task[None] | None = None
 
@@ -53,7 +52,7 @@ class FileDiscovery:
         """Raises EndpointFileError when the first reading fails: nothing is known yet that could stay."""
         stamp = _stamp(self.path)
         publish(await asyncio.to_thread(load, self.path))
-        self.counters["loaded"] += 1
+        self.counters["file_loaded"] += 1
         self.synced = True
         self._task = asyncio.create_task(self._watch(publish, stamp))
 
@@ -75,10 +74,10 @@ class FileDiscovery:
                 specs = await asyncio.to_thread(load, self.path)
                 publish(specs)
             except Exception as error:
-                self.counters["refused"] += 1
+                self.counters["file_refused"] += 1
                 log.error("the endpoint file is refused, the endpoints known before stay: %s", error)
             else:
-                self.counters["loaded"] += 1
+                self.counters["file_loaded"] += 1
 
 
 def load(path: Path) -> list[EndpointSpec]:

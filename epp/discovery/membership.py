@@ -48,6 +48,7 @@ class Discovery(Protocol):
     synced: bool
     """It has published a complete answer once: before that the picker is not ready."""
     counters: Counter[str]
+    """Named with the kind of source in front: sources of one kind are added up."""
 
     async def start(self, publish: Publish) -> None:
         """Begin to publish; returns at once, reports later troubles by log and counter."""
@@ -62,14 +63,23 @@ class Membership:
     def __init__(self, pool: Pool, clock: Callable[[], float], listeners: Iterable[Listener] = ()) -> None:
         self.pool = pool
         self.listeners: list[Listener] = list(listeners)
-        self.counters: Counter[str] = Counter()
+        self._counters = Counter({"joined": 0, "left": 0, "relabelled": 0})
         self._clock = clock
         self._sources: list[Discovery] = []
         self._known: dict[str, Sequence[EndpointSpec]] = {}
 
     @property
     def synced(self) -> bool:
-        return all(source.synced for source in self._sources)
+        """Every source has answered."""
+        return bool(self._sources) and all(source.synced for source in self._sources)
+
+    @property
+    def counters(self) -> Counter[str]:
+        """`joined`, `left`, `relabelled`, and those of the sources."""
+        total = Counter(self._counters)
+        for source in self._sources:
+            total.update(source.counters)
+        return total
 
     async def start(self, sources: Sequence[Discovery]) -> None:
         names = [source.name for source in sources]
@@ -124,14 +134,14 @@ class Membership:
         if endpoint.labels != spec.labels:
             endpoint.labels = dict(spec.labels)
             endpoint.engine = _engine(spec.labels, endpoint.engine)
-            self.counters["relabelled"] += 1
+            self._counters["relabelled"] += 1
         endpoint.rank = spec.rank
 
     def _report(self, source: str, joined: list[Endpoint], left: list[Endpoint]) -> None:
         if not joined and not left:
             return
-        self.counters["joined"] += len(joined)
-        self.counters["left"] += len(left)
+        self._counters["joined"] += len(joined)
+        self._counters["left"] += len(left)
         log.info("%s: %d endpoints joined, %d left, %d in the pool", source, len(joined), len(left), len(self.pool))
         for listener in self.listeners:
             listener(joined, left)

@@ -90,8 +90,7 @@ class Health:
     def __init__(self, pool: Pool, random: Random, settings: HealthSettings | None = None) -> None:
         self.pool = pool
         self.settings = settings or HealthSettings()
-        self.counters: Counter[str] = Counter()
-        """`failures`, `ejected`, `spared`, `trials`, `returned`."""
+        self.counters = Counter({"failures": 0, "ejected": 0, "spared": 0, "trials": 0, "returned": 0})
         self._random = random
         self._states: dict[Endpoint, _State] = {}
 

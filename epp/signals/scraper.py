@@ -52,6 +52,9 @@ class ScrapeSettings:
 
 Listener = Callable[[Endpoint, float, Outcome], None]
 
+# Good pages that lack a gauge; lines that could not be read; /v1/models likewise; faults of our own.
+COUNTERS = ("unknown_waiting", "unknown_running", "unknown_kv_usage", "malformed_lines", "models_failed", "faults")
+
 
 class Scraper:
     """Scrapes the endpoints it was told of until they leave."""
@@ -65,9 +68,8 @@ class Scraper:
         listener: Listener = lambda endpoint, now, outcome: None,
     ) -> None:
         self.settings = settings
-        self.counters: Counter[str] = Counter()
-        """Scrapes by outcome; `unknown_waiting` and so on: good pages that lack a gauge; `malformed_lines`;
-        `models_failed`; `faults`."""
+        self.counters: Counter[str] = Counter(dict.fromkeys((*Outcome, *COUNTERS), 0))
+        """Scrapes by outcome, and those named in `COUNTERS`."""
         self._clock = clock
         self._random = random
         self._listener = listener

@@ -158,7 +158,7 @@ async def test_a_resolver_that_fails_keeps_the_last_answer_and_says_so(
         await until(lambda: source.synced)
         with caplog.at_level(logging.WARNING):
             server.rcode = rcode
-            await until(lambda: source.counters["failures"] >= 2)
+            await until(lambda: source.counters["dns_failures"] >= 2)
         assert addresses(pool) == ["127.0.0.1:8000"]
         assert caplog.text.count("cannot be resolved, the endpoints known before stay") == 1
         server.rcode = dns.rcode.NOERROR
@@ -170,7 +170,7 @@ async def test_before_the_first_answer_it_is_not_synced() -> None:
     server = NameServer()
     server.rcode = dns.rcode.SERVFAIL
     async with resolving(server, "w.example:8000") as (_, source):
-        await until(lambda: source.counters["failures"] >= 1)
+        await until(lambda: source.counters["dns_failures"] >= 1)
         assert not source.synced
 
 
@@ -191,7 +191,7 @@ async def test_a_name_that_is_no_more_empties_the_pool() -> None:
         await until(lambda: source.synced)
         server.records = {}
         await until(lambda: len(pool) == 0)
-        assert source.counters["failures"] == 0
+        assert source.counters["dns_failures"] == 0
 
 
 async def test_the_ttl_of_an_answer_is_kept_within_the_bounds() -> None:

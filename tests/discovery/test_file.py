@@ -151,11 +151,11 @@ async def test_a_bad_new_file_is_refused_and_the_old_one_stays(
         before = list(pool.endpoints)
         with caplog.at_level(logging.ERROR):
             write(path, TWO + "endpoint: 3\n")
-            await until(lambda: source.counters["refused"] == 1)
+            await until(lambda: source.counters["file_refused"] == 1)
         assert f"{path}:2: endpoint: unknown key" in caplog.text
         assert pool.endpoints == before
         path.unlink()
-        await until(lambda: source.counters["refused"] == 2)
+        await until(lambda: source.counters["file_refused"] == 2)
         assert pool.endpoints == before
         write(path, ONE)
         await until(lambda: len(pool) == 1)
@@ -166,7 +166,7 @@ async def test_an_unchanged_file_is_not_read_again(tmp_path: Path) -> None:
     path.write_text(ONE)
     async with watching(path) as (_, source):
         await asyncio.sleep(0.05)
-        assert source.counters["loaded"] == 1
+        assert source.counters["file_loaded"] == 1
 
 
 async def test_a_file_mounted_through_a_symbolic_link_is_followed(tmp_path: Path) -> None:
