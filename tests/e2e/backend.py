@@ -30,6 +30,8 @@ class Reply:
     """Answer chunked: this many server-sent events, then `data: [DONE]`."""
     pause: float = 0.0
     """Seconds before the answer, and between chunks."""
+    hold: bool = False
+    """Before the answer, wait for the worker's `gate`."""
     trailers: dict[str, str] = field(default_factory=dict)
     """Sent after a chunked body."""
     reset: str = ""
@@ -47,6 +49,11 @@ class Worker:
     running: int = 0
     most_running: int = 0
     connections: int = 0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set: answers that hold may go."""
+
+    async def now_running(self) -> int:
+        return self.running
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
@@ -62,6 +69,8 @@ class Worker:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = head[0].split(" ", 2)
         headers = _fields(head[1:])
+        if path == "/metrics":
+            return await self._answer(writer, Reply(content_type="text/plain", body=self._metrics()), {})
         self.running += 1
         self.requests += 1
         self.most_running = max(self.most_running, self.running)
@@ -84,6 +93,11 @@ class Worker:
         finally:
             self.running -= 1
 
+    def _metrics(self) -> str:
+        """What a vLLM with nothing cached would say."""
+        gauges = {"num_requests_running": self.running, "num_requests_waiting": 0, "kv_cache_usage_perc": 0.0}
+        return "".join(f'vllm:{name}{{model_name="m"}} {value}\n' for name, value in gauges.items())
+
     async def _upgrade(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Accept, name this worker, then send back whatever comes."""
         head = (
@@ -96,6 +110,8 @@ class Worker:
 
     async def _answer(self, writer: asyncio.StreamWriter, reply: Reply, account: dict[str, Any]) -> bool:
         await asyncio.sleep(reply.pause)
+        if reply.hold:
+            await self.gate.wait()
         if reply.reset == "before":
             return False
         head = f"HTTP/1.1 {reply.status} X\r\nx-worker: {self.address}\r\ncontent-type: {reply.content_type}\r\n"
@@ -131,6 +147,8 @@ async def running_worker(name: str, host: str = "127.0.0.1") -> AsyncIterator[Wo
         tasks.add(task)
         try:
             await worker.serve(reader, writer)
+        except asyncio.CancelledError:
+            pass  # stopped at the end of the test; streams would log it as a fault
         finally:
             tasks.discard(task)
 

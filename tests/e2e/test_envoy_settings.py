@@ -249,13 +249,6 @@ async def test_streams_end_by_half_close_and_not_by_reset(profile: Profile) -> N
         assert (s.picker.resets, resets["cluster.picker.http2.tx_reset"]) == (0, 0)
 
 
-async def test_more_requests_in_flight_than_envoys_default_breakers_allow() -> None:
-    async with setup(Profile.FAST, listed=True) as s:
-        answers = await asyncio.gather(*(s.post(**echo(pause=4.0)) for _ in range(1200)))
-        assert {status for status, _, _ in answers} == {200}
-        assert s.workers[0].most_running > 1024
-
-
 @both_profiles
 @both_pools
 async def test_a_websocket_is_steered_and_carries_bytes_both_ways(profile: Profile, listed: bool) -> None:

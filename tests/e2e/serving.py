@@ -1,0 +1,173 @@
+"""The whole of the product behind the real Envoy: workers, `kvsteer serve` in its own process, Envoy.
+
+`running_stack(profile, edge)` yields a `Stack`. The picker's process is started as a user starts it; its log is kept,
+shown when it does not start, and looked through by tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from epp.envoy_options import FailureMode, HostPort, Mode, Profile, defaults, parse_picker
+from tests.e2e.backend import Worker, running_worker
+from tests.e2e.envoy import RunningEnvoy, running_envoy, until
+
+DESTINATION = "x-gateway-destination-endpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a client got."""
+
+    status: int
+    body: bytes
+    headers: dict[str, str]
+    account: dict[str, Any] = field(default_factory=dict)
+    """The worker's account of the request, when it gave one."""
+
+
+@dataclass(slots=True)
+class Picker:
+    """A running `kvsteer serve`."""
+
+    process: asyncio.subprocess.Process
+    admin: str
+    log: Path
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+    async def gauges(self, name: str) -> dict[str, float]:
+        """The samples of one metric by label text."""
+        async with aiohttp.ClientSession() as session, session.get(f"{self.admin}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        samples = (line.rpartition(" ") for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+        return {labels: float(value) for labels, _, value in samples}
+
+
+@dataclass(slots=True)
+class Stack:
+    """Everything running, and a client."""
+
+    envoy: RunningEnvoy
+    picker: Picker
+    workers: list[Worker]
+    client: aiohttp.ClientSession
+    edge: str
+
+    async def running(self) -> int:
+        """Requests at the workers now."""
+        return sum(w.running for w in self.workers)
+
+    async def ask(
+        self, body: Any = None, /, *, path: str = "/v1/completions", method: str = "POST", **headers: str
+    ) -> Answer:
+        """One request; underscores in header names are hyphens."""
+        named = {"content-type": "application/json"} | {k.replace("_", "-"): v for k, v in headers.items()}
+        async with self.client.request(method, f"{self.envoy.url}{path}", data=body, headers=named) as response:
+            text = await response.read()
+            account = await response.json(content_type=None) if text.startswith(b'{"worker"') else {}
+            return Answer(response.status, text, {k.lower(): v for k, v in response.headers.items()}, account)
+
+    async def idle(self) -> None:
+        """Wait until the picker counts nothing in flight."""
+
+        async def in_flight() -> float:
+            samples = await self.picker.gauges("kvsteer_endpoint_in_flight_requests")
+            assert samples
+            return sum(samples.values())
+
+        await until(in_flight, lambda running: running == 0)
+
+
+@asynccontextmanager
+async def running_stack(
+    profile: Profile,
+    edge: str = "lean",
+    *,
+    listed: bool = True,
+    failure_mode: FailureMode | None = None,
+    workers: int = 3,
+    dead: tuple[str, ...] = (),
+    tls: bool = False,
+    args: tuple[str, ...] = (),
+) -> AsyncIterator[Stack]:
+    """`workers` workers, a picker that knows them and the `dead` addresses, and Envoy before it."""
+    async with AsyncExitStack() as stack:
+        running = [await stack.enter_async_context(running_worker(f"w{i}")) for i in range(workers)]
+        known = [*(w.address for w in running), *dead]
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsteer-")))
+        listen = f"unix:{directory}/picker"
+        args += ("--edge", edge, "--secure-serving" if tls else "--no-secure-serving")
+        picker = await stack.enter_async_context(running_picker(directory, listen, known, *args))
+        options = defaults(
+            Mode.SIDECAR,
+            profile,
+            picker=parse_picker(listen),
+            endpoints=tuple(map(HostPort.parse, known)) if listed else (),
+            failure_mode=failure_mode,
+            picker_tls=tls,
+        )
+        envoy = await stack.enter_async_context(running_envoy(options, _show_metadata))
+        connector = aiohttp.TCPConnector(limit=0)
+        client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        yield Stack(envoy, picker, running, client, edge)
+
+
+def _show_metadata(tree: Any) -> None:
+    """Let clients see the destination in the metadata, as the response header `x-metadata`."""
+    manager = tree["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    (host,) = manager["route_config"]["virtual_hosts"]
+    header = {"key": "x-metadata", "value": f"%DYNAMIC_METADATA(envoy.lb:{DESTINATION})%"}
+    host.setdefault("response_headers_to_add", []).append({"header": header})
+
+
+@asynccontextmanager
+async def running_picker(directory: Path, listen: str, endpoints: list[str], *args: str) -> AsyncIterator[Picker]:
+    """`kvsteer serve`, ready; killed at the end if it still runs."""
+    log = directory / "picker.log"
+    admin = f"127.0.0.1:{_free_port()}"
+    with log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "epp.cli", "serve", "--listen", listen, "--health-port", "0", "--admin", admin),
+            *(f"--endpoint={address}" for address in endpoints),
+            *args,
+            stdout=output,
+            stderr=output,
+        )
+    picker = Picker(process, f"http://{admin}", log)
+
+    async def ready() -> bool:
+        if process.returncode is not None:
+            raise RuntimeError(f"kvsteer serve ended with {process.returncode}:\n{log.read_text()}")
+        return " ready: " in log.read_text()
+
+    try:
+        await until(ready, bool, within_s=30)
+        yield picker
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port: int = sock.getsockname()[1]
+        return port
