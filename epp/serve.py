@@ -1,7 +1,8 @@
 """`kvsteer serve`: the parts put together, started in order, and stopped in order.
 
-In: `Settings`. Out: a running picker until SIGTERM or SIGINT, then a drain: readiness off, no new streams, running ones
-finish within the grace, exit 0. SIGHUP reads the configuration file again.
+In: `Settings`. Out: a running picker until SIGTERM or SIGINT, then a drain: readiness off, new streams served until
+health checks have seen it, then no new ones, running ones finish within the grace, exit 0. SIGHUP reads the
+configuration file again.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ class Settings:
     patience: Patience = field(default_factory=Patience)
     options: Options = field(default_factory=Options)
     decision_log: LogFile | None = None
+    drain_delay_s: float = 3.0
+    """From readiness off to no new streams: Envoy's health check (every second, two failures) must have seen it."""
     grace_s: float = 30.0
     pool_name: str = "default"
     seed: int | None = None
@@ -236,6 +239,7 @@ class Picker:
         grace = self.settings.grace_s
         self._draining = True
         self._report_readiness()
+        await asyncio.sleep(self.settings.drain_delay_s)
         log.info("stopping: %d requests run, %.0f s grace", _running(self.pool), grace)
         await asyncio.gather(*(edge.drain(grace) for edge in self.edges))
         log.info("stopped")

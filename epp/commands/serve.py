@@ -94,6 +94,13 @@ POSITIVE_SECONDS = click.FloatRange(min=0.01)
     "--decision-log-sample", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Share written."
 )
 @click.option(
+    "--drain-delay",
+    type=SECONDS,
+    default=3.0,
+    show_default=True,
+    help="Seconds at shutdown in which new requests are still served, until health checks have seen it.",
+)
+@click.option(
     "--grace", type=SECONDS, default=30.0, show_default=True, help="Seconds running requests get at shutdown."
 )
 @click.option("--pool-name", default="default", show_default=True, help="The pool's name in metrics.")
@@ -120,6 +127,7 @@ def command(
     inject_usage: bool,
     decision_log: Path | None,
     decision_log_sample: float,
+    drain_delay: float,
     grace: float,
     pool_name: str,
     seed: int | None,
@@ -155,6 +163,7 @@ def command(
             patience=Patience(deadline_s=decision_deadline),
             options=Options(model_rewrites=_rewrites(model_rewrite), inject_usage=inject_usage),
             decision_log=LogFile(decision_log, sample=decision_log_sample) if decision_log else None,
+            drain_delay_s=drain_delay,
             grace_s=grace,
             pool_name=pool_name,
             seed=seed,

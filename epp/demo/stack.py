@@ -143,7 +143,7 @@ def _serve(ports: Ports, folder: Path) -> tuple[str, ...]:
     return (
         *(*KVSTEER, "serve", *places, "--config-file", f"{folder}/config.yaml"),
         *("--listen", f"127.0.0.1:{ports.picker}", "--health-port", str(ports.health), "--admin", str(ports.admin)),
-        *("--grace", "2", "--seed", "1"),
+        *("--drain-delay", "0", "--grace", "2", "--seed", "1"),
     )
 
 
