@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from epp import field_types
-from epp.document import Node, Problem, Problems, camel, convert, decode, join, one_line, parse, show, unknown
+from epp.decoding import camel, convert, decode
+from epp.document import Node, Problem, Problems, join, one_line, parse, show, unknown
 from epp.plugin import DEFAULT_PRODUCERS, Filter, Picker, Plugin, Producer, ProfileHandler, Scorer
 from epp.registry import Registry, RegistryError, default_registry, roles
 

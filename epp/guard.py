@@ -58,6 +58,13 @@ class Faults:
                 exc_info=fault.__cause__,
             )
 
+    def by_kind(self) -> dict[str, float]:
+        """Faults of all plugins by kind, hooks included."""
+        totals: dict[str, float] = {}
+        for (_, kind), count in self.counts.items():
+            totals[kind] = totals.get(kind, 0) + count
+        return totals
+
 
 class Guard:
     """Calls the methods of one plugin. `now` is the time of the caller's clock, seconds."""

@@ -32,11 +32,12 @@ from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from numpy.typing import NDArray
 
-from epp.endpoint import Candidates, Endpoint, Floats, Mask
+from epp.endpoint import ROLE_LABEL, Candidates, Endpoint, Floats, Mask
 from epp.request import InferenceRequest
 
 __all__ = [
     "DEFAULT_PRODUCERS",
+    "ROLE_LABEL",
     "Candidates",
     "Duration",
     "Endpoint",

@@ -54,7 +54,11 @@ class ConfigWatcher:
                 await asyncio.wait_for(self._wanted.wait(), self._interval_s)
             except TimeoutError:
                 pass
-            await self.check(force=self._wanted.is_set())
+            try:
+                await self.check(force=self._wanted.is_set())
+            except Exception:  # a fault of ours must not end the watch, nor serving
+                self.refused += 1
+                log.exception("the configuration could not be taken")
 
     async def check(self, *, force: bool = False) -> bool:
         """Take the file if it changed (or `force`); True when a new scheduler went to work."""
@@ -64,22 +68,26 @@ class ConfigWatcher:
             return False
         self._seen = identity
         try:
-            config = await asyncio.to_thread(load, self.path, self._registry)
-            new = Scheduler(config, previous=self._current())
+            new = await asyncio.to_thread(self._build, self._current())
         except ConfigError as error:
             self.refused += 1
             log.error("the changed configuration is refused, the one before stays in force:\n%s", error)
             return False
         self._replace(new)
         self.taken += 1
-        _log_taken(config)
+        announce(new.config)
         return True
 
+    def _build(self, current: Scheduler) -> Scheduler:
+        """Runs on a thread: a foreign plugin may take its time to load."""
+        return Scheduler(load(self.path, self._registry), previous=current)
 
-def _log_taken(config: PickerConfig) -> None:
+
+def announce(config: PickerConfig) -> None:
+    """Log that a configuration is in force, and its warnings."""
     for warning in config.warnings:
         log.warning("%s", warning)
-    log.info("configuration %s taken", config.source)
+    log.info("configuration in force: %s", config.source)
 
 
 def _identity(path: Path) -> tuple[int, int, int, int] | None:

@@ -72,7 +72,7 @@ class Scheduler:
         """Make the plugins. Raises ConfigError when one cannot be made; `previous` then stays as it was.
 
         `previous`: a plugin with the same name, class and parameters is taken over from there with its state, and what
-        is not given here (randomness, limits, clock) stays as there.
+        is not given here (randomness, limits, clock) stays as there. May run on a thread beside `previous` at work.
         """
         self.config = config
         self.faults: Faults = previous.faults if previous else Faults()
@@ -84,8 +84,7 @@ class Scheduler:
             kept = previous._kept(wanted) if previous else None
             self._guards[wanted.name] = kept or Guard(_make(wanted, self.handle, config.source), self._limits)
         self.plugins: dict[str, Plugin[Any]] = {name: guard.plugin for name, guard in self._guards.items()}
-        self.handle.plugins.clear()
-        self.handle.plugins.update(self.plugins)
+        self.handle.plugins = dict(self.plugins)
         self._producers = [(n, self._guards[n], cast(Producer[Any], self.plugins[n])) for n in config.producers]
         self._profiles = {p.name: self._profile(p) for p in config.profiles}
         self._names = tuple(self._profiles)

@@ -36,10 +36,11 @@ from epp.gateway.health import Health as ServingHealth
 from epp.gateway.http2_limits import EdgeCounters
 from epp.gateway.session import Service
 from epp.gateway.tls import Tls
+from epp.guard import Limits as PluginLimits
 from epp.observe import admin
 from epp.observe.decision_log import DecisionLog, LogFile
 from epp.observe.metrics import Metrics
-from epp.reload import ConfigWatcher
+from epp.reload import ConfigWatcher, announce
 from epp.scheduler import Scheduler
 from epp.signals.health import Health
 from epp.signals.outcome import Outcome
@@ -73,6 +74,7 @@ class Settings:
     decision_log: LogFile | None = None
     drain_delay_s: float = 3.0
     """From readiness off to no new streams: Envoy's health check (every second, two failures) must have seen it."""
+    plugin_limits: PluginLimits = field(default_factory=PluginLimits)
     grace_s: float = 30.0
     pool_name: str = "default"
     seed: int | None = None
@@ -112,7 +114,9 @@ class Picker:
         self.settings = settings
         random = Random(settings.seed)
         self.pool = Pool()
-        self.scheduler = Scheduler(load_config(settings), random=random)
+        config = load_config(settings)
+        self.scheduler = Scheduler(config, random=random, limits=settings.plugin_limits)
+        announce(config)
         self.health = Health(self.pool, random=random)
         self.metrics = Metrics(self.pool, settings.pool_name)
         self.decisions = DecisionLog(settings.decision_log, random=random)
@@ -206,6 +210,7 @@ class Picker:
         sources["membership"] = lambda: self.membership.counters
         sources["health"] = lambda: self.health.counters
         sources["decision_log"] = lambda: {"written": self.decisions.written, "dropped": self.decisions.dropped}
+        sources["plugin_faults"] = lambda: self.scheduler.faults.by_kind()
         if (watcher := self.watcher) is not None:
             sources["config"] = lambda: {"taken": watcher.taken, "refused": watcher.refused}
 

@@ -1,7 +1,7 @@
 """What the filters over an endpoint's labels share: the answer is worked out once per change of the pool.
 
-Labels belong to an endpoint object for its life, and `Pool.version` grows with each change of members, so a mask over
-the whole pool stays true until then, and a request only takes its rows of it.
+Labels change only together with `Pool.version` (discovery applies both in one stroke), so a mask over the whole pool
+stays true until then, and a request only takes its rows of it.
 """
 
 from __future__ import annotations

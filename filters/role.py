@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from epp.plugin import NoParameters
+from epp.plugin import ROLE_LABEL, NoParameters
 from filters.labels import LabelFilter
-
-ROLE_LABEL = "llm-d.ai/role"
 
 
 class RoleFilter(LabelFilter[NoParameters]):

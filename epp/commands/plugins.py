@@ -9,6 +9,7 @@ import math
 import sys
 import textwrap
 import typing
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,7 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epp.document import camel, unknown
+from epp.decoding import camel
+from epp.document import unknown
 from epp.plugin import Range, Unit
 from epp.registry import PluginClass, RegistryError, default_registry, is_shipped, roles, where
 
@@ -36,7 +38,7 @@ def command(type_: str | None) -> None:
             console.print(f"[red]{escape(name)}: {escape(why)}[/]")
         return
     try:
-        found = registry.find(type_)
+        found = registry.find(type_, Path())
     except RegistryError as error:
         raise click.ClickException(str(error)) from None
     if found is None:

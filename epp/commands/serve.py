@@ -21,6 +21,7 @@ from epp.gateway.edge import EdgeName
 from epp.gateway.ext_proc_events import Limits
 from epp.gateway.listen import AddressError
 from epp.gateway.tls import Tls, TlsError
+from epp.guard import Limits as PluginLimits
 from epp.observe.decision_log import LogFile
 from epp.serve import Picker, Settings
 from epp.signals.scraper import ScrapeSettings
@@ -101,6 +102,13 @@ POSITIVE_SECONDS = click.FloatRange(min=0.01)
     help="Seconds at shutdown in which new requests are still served, until health checks have seen it.",
 )
 @click.option(
+    "--plugin-time-limit",
+    type=POSITIVE_SECONDS,
+    default=0.02,
+    show_default=True,
+    help="Seconds a plugin that is not ours may take; one that takes longer is left out for 30 s.",
+)
+@click.option(
     "--grace", type=SECONDS, default=30.0, show_default=True, help="Seconds running requests get at shutdown."
 )
 @click.option("--pool-name", default="default", show_default=True, help="The pool's name in metrics.")
@@ -128,6 +136,7 @@ def command(
     decision_log: Path | None,
     decision_log_sample: float,
     drain_delay: float,
+    plugin_time_limit: float,
     grace: float,
     pool_name: str,
     seed: int | None,
@@ -164,6 +173,7 @@ def command(
             options=Options(model_rewrites=_rewrites(model_rewrite), inject_usage=inject_usage),
             decision_log=LogFile(decision_log, sample=decision_log_sample) if decision_log else None,
             drain_delay_s=drain_delay,
+            plugin_limits=PluginLimits(time_limit_s=plugin_time_limit),
             grace_s=grace,
             pool_name=pool_name,
             seed=seed,

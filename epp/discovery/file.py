@@ -22,8 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from epp.decoding import decode
 from epp.discovery.membership import SHORT_LABELS, EndpointSpec, Publish, expand, parse_host, parse_ports
-from epp.document import MAX_BYTES, Node, Problem, Problems, decode, join, parse, show, unknown
+from epp.document import MAX_BYTES, Node, Problem, Problems, join, parse, show, unknown
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.document import MAX_BYTES, Problems, camel, decode, parse, plain, seconds
+from epp.decoding import camel, decode, seconds
+from epp.document import MAX_BYTES, MAX_PROBLEMS, Problems, parse, plain
 from epp.plugin import Duration, Range, Unit
 
 
@@ -130,6 +131,11 @@ def test_all_problems_are_reported_in_the_order_of_lines() -> None:
         "2: p.name: must be text, got 1",
         "3: p.shaer: unknown key; did you mean 'share'?",
     ]
+
+
+def test_a_file_full_of_mistakes_is_refused_with_a_bounded_report() -> None:
+    found = outer("".join(f"key{i}: 1\n" for i in range(20_000)))
+    assert len(found) == MAX_PROBLEMS
 
 
 def test_null_stands_for_absent_only_where_none_is_allowed() -> None:

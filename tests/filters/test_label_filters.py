@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from epp.discovery.membership import EndpointSpec, Membership
 from epp.endpoint import Candidates, Endpoint, Pool
 from filters.by_label import ByLabel, ByLabelParameters
 from filters.header_based_testing import HeaderBasedTestingFilter
@@ -76,6 +77,16 @@ def test_label_filters_follow_changes_of_the_pool_and_subsets_of_it() -> None:
     assert [e.port for e, keep in _with(prefill, pool.candidates(NOW)) if keep] == [8005, 8001, 8003]
     subset = pool.candidates(NOW, frozenset({"10.0.0.1:8003", "10.0.0.1:8004"}))
     assert [e.port for e, keep in _with(prefill, subset) if keep] == [8003]
+
+
+def test_labels_that_discovery_changed_in_place_count_at_once() -> None:
+    pool = Pool()
+    membership = Membership(pool, lambda: NOW)
+    membership.publish("s", [EndpointSpec("10.0.0.1", 8000, labels={ROLE: "prefill"}), EndpointSpec("10.0.0.2", 8000)])
+    prefill = plugin(PrefillFilter)
+    assert kept(prefill, pool.candidates(NOW)) == [0]
+    membership.publish("s", [EndpointSpec("10.0.0.1", 8000), EndpointSpec("10.0.0.2", 8000, labels={ROLE: "both"})])
+    assert kept(prefill, pool.candidates(NOW)) == [1]
 
 
 def _with(filter_: Any, pool: Candidates) -> list[tuple[Endpoint, bool]]:
