@@ -6,11 +6,12 @@ As requests end, the model of each endpoint learns from its own first-token time
     ttft(e) = overhead(e) + (tokens ahead(e) + uncached(e)) / prefill rate(e) + load(e) * request_cost
     cost(e) = ttft(e) + (decode_weight * load(e) + eviction_weight * turnover(e)) * uncached(e) / prefill rate(e)
 
-*Tokens ahead* are the uncached prompt tokens this picker has in flight there, known at once, plus a mean request for
-each one in the worker's queue that is not ours, known from the scrape. *Load* is the number of requests there: ours
-and what the gauges show beyond them. *Turnover*, 0..1, is how many uncached tokens went there of late, relative to the
-busiest: each pushes a block out of the cache, and where blocks go round fast, the one pushed out is the more likely to
-be asked for again. What is unknown or stale is neutral: it counts as the others' mean.
+*Tokens ahead* are the uncached prompt tokens this picker sent there, known at once, less what the rate should have done
+of them since, plus a mean request for each one in the worker's queue that is not ours, known from the scrape. *Load* is
+the number of requests there: ours and what the gauges show beyond them. *Turnover*, 0..1, is how many uncached tokens
+went there of late, relative to the busiest: each pushes a block out of the cache, and where blocks go round fast, the
+one pushed out is the more likely to be asked for again. What is unknown or stale is neutral: it counts as the others'
+mean.
 """
 
 from __future__ import annotations
@@ -27,14 +28,12 @@ from epp.plugin import Candidates, Duration, Endpoint, Floats, Handle, Inference
 
 RATE_BOUNDS = (50.0, 2_000_000.0)
 OVERHEAD_BOUNDS = (0.001, 30.0)
-BLIND_AFTER = 16
-"""Requests that ended without a first token ever seen, after which the response phase is taken to be off."""
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatorParameters:
     prefill_tokens_per_second: Annotated[float, Range(*RATE_BOUNDS)] = 8000.0
-    """Prefill rate of an endpoint until one is learned (about an 8B model on one datacentre GPU)."""
+    """Prefill rate of an endpoint until one is learned."""
     overhead: Duration = 0.03
     """Seconds to a first token besides prefill, until learned."""
     request_cost: Duration = 0.004
@@ -79,8 +78,9 @@ class TTFTEstimator(Producer[EstimatorParameters]):
 
     `ttft = overhead + (tokens ahead + uncached) / rate + load * requestCost`. Both rate and overhead follow the
     endpoint's own first-token times in small steps on a log scale, bounded, so that one odd request moves them little.
-    Where response phases are off no first token is seen: the start values stay, and the tokens ahead drain by the rate
-    instead of by first tokens. An endpoint without a learned rate counts as the median of those that have one.
+    The tokens ahead drain by the rate, and at the latest with the first token. Where no first token is seen (response
+    phases off, answers in one piece) the start values stay. An endpoint without a learned rate counts as the median of
+    those that have one.
     """
 
     type = "ttft-estimator"
@@ -92,7 +92,6 @@ class TTFTEstimator(Producer[EstimatorParameters]):
         super().__init__(parameters, handle, name)
         self._models: dict[Endpoint, FirstTokenModel] = {}
         self._mean_uncached = 1000.0
-        self._ended_unseen = 0
         self._faded_at = -math.inf
 
     def produce(self, request: InferenceRequest, candidates: Candidates) -> None:
@@ -102,10 +101,8 @@ class TTFTEstimator(Producer[EstimatorParameters]):
         overhead = _or_median(candidates.column("first_token_overhead"), p.overhead)
         uncached = np.maximum(request.prompt_tokens - candidates.cached_tokens, 0.0)
         foreign, load = _others(candidates, p.stale_after)
-        ahead = candidates.column("in_flight_tokens")
-        if self._ended_unseen >= BLIND_AFTER:
-            left_s = np.maximum(candidates.column("prefill_until") - candidates.now, 0.0)
-            ahead = np.minimum(ahead, left_s * rate)
+        left_s = np.maximum(candidates.column("prefill_until") - candidates.now, 0.0)
+        ahead = np.minimum(candidates.column("in_flight_tokens"), left_s * rate)
         work = ahead + foreign * self._mean_uncached + uncached
         candidates.expected_ttft = overhead + work / rate + load * p.request_cost
         recent = candidates.column("recent_tokens")
@@ -135,13 +132,10 @@ class TTFTEstimator(Producer[EstimatorParameters]):
     def finished(self, request: InferenceRequest, endpoint: Endpoint, outcome: Outcome) -> None:
         expected = request.attributes.pop(self.name, None)
         expectation = expected.get(endpoint) if isinstance(expected, dict) else None
-        if expectation is None or (outcome.status or 200) >= 400 or outcome.served not in ("", endpoint.address):
+        if expectation is None or outcome.first_token_s is None or (outcome.status or 200) >= 400:
             return
-        if outcome.first_token_s is None:
-            if not outcome.aborted and self._ended_unseen >= 0:
-                self._ended_unseen += 1
+        if outcome.served not in ("", endpoint.address):
             return
-        self._ended_unseen = -1
         work = expectation.work_tokens
         if outcome.prompt_tokens is not None and outcome.cached_tokens is not None:
             work += (outcome.prompt_tokens - outcome.cached_tokens) - expectation.uncached_tokens

@@ -28,7 +28,7 @@ def ttft(estimator: TTFTEstimator, pool: Candidates, tokens: int) -> list[float]
 
 
 def test_the_estimate_is_work_ahead_and_uncached_tokens_over_the_rate() -> None:
-    pool = candidates(in_flight_tokens=[0, 3000, 0], prefill_rate=[1000, 1000, 500])
+    pool = candidates(in_flight_tokens=[0, 3000, 0], prefill_until=[0, 200, 0], prefill_rate=[1000, 1000, 500])
     pool.cached_tokens = np.array([0.0, 4000.0, 4000.0])
     assert ttft(plugin(TTFTEstimator, **EXACT), pool, 5000) == [5, 4, 2]
 
@@ -135,17 +135,18 @@ def test_failures_aborts_and_other_endpoints_teach_nothing(outcome: Outcome) -> 
     assert math.isnan(pool[0].get("prefill_rate"))
 
 
-def test_without_a_response_phase_the_tokens_ahead_drain_by_the_rate() -> None:
+def test_the_tokens_ahead_drain_by_the_rate_and_at_the_latest_with_the_first_token() -> None:
     pool = candidates(1)
     estimator = plugin(TTFTEstimator, **EXACT)
-    for _ in range(16):
-        run(estimator, pool, 100, Outcome())
-    pool[0].set("in_flight_tokens", 5000)
-    assert ttft(estimator, pool, 0) == [pytest.approx(1.6)]
-    later = pool.pool.candidates(101.0)
-    assert ttft(estimator, later, 0) == [pytest.approx(0.6)]
-    run(estimator, pool, 100, Outcome(status=200, first_token_s=1.7))
-    assert ttft(estimator, later, 0) == [pytest.approx(5.0, rel=0.05)]
+    asked = request(prompt_tokens=5000)
+    estimator.produce(asked, pool)
+    estimator.picked(asked, {"default": pool[0]})
+    pool[0].count(requests=1, tokens=5000)
+    assert ttft(estimator, pool, 0) == [5]
+    later = pool.pool.candidates(103.0)
+    assert ttft(estimator, later, 0) == [2]
+    pool[0].count(requests=0, tokens=-5000)
+    assert ttft(estimator, later, 0) == [0]
 
 
 @given(st.lists(st.tuples(st.floats(0, 1e7), st.floats(1e-9, 1e6))))

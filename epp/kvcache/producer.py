@@ -45,6 +45,7 @@ class _Lookup:
     matches: list[dict[Endpoint, int]]
     tokens: dict[Endpoint, list[int]]
     """Endpoint -> the history's token for each of `keys`."""
+    destination: Endpoint | None = None
 
 
 class ApproxPrefixCache(Producer[PrefixParameters]):
@@ -90,22 +91,22 @@ class ApproxPrefixCache(Producer[PrefixParameters]):
     def picked(self, request: InferenceRequest, endpoints: Mapping[str, Endpoint]) -> None:
         lookup = request.attributes.get(self.name)
         if isinstance(lookup, _Lookup):
+            lookup.destination = endpoints.get("decode") or next(iter(endpoints.values()), None)
             for endpoint in set(endpoints.values()):
                 self._insert(lookup, endpoint)
 
     def finished(self, request: InferenceRequest, endpoint: Endpoint, outcome: Outcome) -> None:
         lookup = request.attributes.pop(self.name, None)
-        if not isinstance(lookup, _Lookup):
+        if not isinstance(lookup, _Lookup) or lookup.destination is None:
             return
-        elsewhere = outcome.served not in ("", endpoint.address)
+        served: Endpoint | None = endpoint
+        if outcome.served not in ("", endpoint.address):
+            served = endpoint.pool.by_address.get(outcome.served) if endpoint.pool is not None else None
         failed = (outcome.status or 200) >= 400
-        if elsewhere or failed:
-            for keys, matched, token in zip(lookup.keys, lookup.matches, lookup.tokens.get(endpoint, ()), strict=False):
-                self.history.retract(endpoint, keys, token, keep=matched.get(endpoint, 0))
-        if elsewhere and not failed and endpoint.pool is not None:
-            served = endpoint.pool.by_address.get(outcome.served)
-            if served is not None:
-                self._insert(lookup, served)
+        if failed or served is not lookup.destination:
+            self._retract(lookup, lookup.destination)
+        if not failed and served is not None and served is not lookup.destination:
+            self._insert(lookup, served)
 
     def removed(self, endpoint: Endpoint) -> None:
         self.history.remove(endpoint)
@@ -115,6 +116,12 @@ class ApproxPrefixCache(Producer[PrefixParameters]):
             return
         capacity = self._capacity(endpoint)
         lookup.tokens[endpoint] = [self.history.insert(endpoint, keys, capacity) for keys in lookup.keys]
+
+    def _retract(self, lookup: _Lookup, endpoint: Endpoint) -> None:
+        tokens = lookup.tokens.get(endpoint)
+        if tokens:
+            for keys, matched, token in zip(lookup.keys, lookup.matches, tokens, strict=True):
+                self.history.retract(endpoint, keys, token, keep=matched.get(endpoint, 0))
 
     def _block_size(self, candidates: Candidates) -> int:
         """The first block size that a worker told; it then stays, so that keys stay comparable."""

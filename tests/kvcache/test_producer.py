@@ -85,12 +85,22 @@ def test_never_more_is_cached_than_the_prompt_has() -> None:
     assert cached(producer, pool, request(PROMPT, prompt_tokens=100)) == [100]
 
 
-def test_history_follows_the_endpoint_that_served() -> None:
+@pytest.mark.parametrize("told_by", ["address", "endpoint"])
+def test_history_follows_the_endpoint_that_served(told_by: str) -> None:
     producer, pool = plugin(ApproxPrefixCache), candidates(2)
     asked = request(PROMPT)
     send(producer, pool, asked, 0)
-    producer.finished(asked, pool[0], Outcome(status=200, served=pool[1].address))
+    final = pool[0] if told_by == "address" else pool[1]
+    producer.finished(asked, final, Outcome(status=200, served=pool[1].address))
     assert cached(producer, pool, request(PROMPT)) == [0, 512]
+
+
+def test_what_a_stranger_served_is_cached_nowhere() -> None:
+    producer, pool = plugin(ApproxPrefixCache), candidates(2)
+    asked = request(PROMPT)
+    send(producer, pool, asked, 0)
+    producer.finished(asked, pool[0], Outcome(status=200, served="10.9.9.9:1"))
+    assert cached(producer, pool, request(PROMPT)) == [0, 0]
 
 
 def test_a_failed_request_has_cached_nothing_but_what_was_there_before_stays() -> None:

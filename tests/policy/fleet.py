@@ -2,7 +2,8 @@
 
 A worker prefills one request after another at a fixed rate, keeps an LRU prefix cache of blocks, and decodes all its
 requests side by side. It is scraped at an interval. The harness counts load the way the server does: requests and
-uncached tokens at the pick, tokens back at the first token, the request back at its end.
+uncached tokens at the pick, tokens back at the first token, the request back at its end. Where the gateway shows no
+responses (`first_tokens_seen` false), the tokens come back at the end as well.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class Fleet:
         token_s: float = 0.01,
         scrape_s: float = 0.5,
         seed: int = 1,
+        first_tokens_seen: bool = True,
     ) -> None:
         parsed: PickerConfig = read(config) if config else load_default()
         self.pool = Pool(Endpoint("10.0.0.1", 8000 + i) for i in range(workers))
@@ -108,6 +110,7 @@ class Fleet:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._scrape_s = scrape_s
+        self._first_tokens_seen = first_tokens_seen
         self._busy = 0
         self.at(0.0, self._scrape)
 
@@ -143,12 +146,13 @@ class Fleet:
         sent = self.now
         hit, first, end = self.workers[endpoint].serve(prompt, sent)
         self.first_token_s.append(first - sent)
-        self.at(first, lambda: endpoint.count(requests=0, tokens=-expected))
+        seen = self._first_tokens_seen
+        self.at(first if seen else end, lambda: endpoint.count(requests=0, tokens=-expected))
 
         def finish() -> None:
             endpoint.count(requests=-1, tokens=0, unseen=-min(endpoint.unseen, 1))
             self.workers[endpoint].present.remove(first)
-            outcome = Outcome(200, first - sent, end - sent, prompt.tokens, hit, prompt.answer_tokens)
+            outcome = Outcome(200, first - sent if seen else None, end - sent, prompt.tokens, hit, prompt.answer_tokens)
             self.scheduler.finished(request, endpoint, outcome, self.now)
             self._busy -= 1
             if then is not None:

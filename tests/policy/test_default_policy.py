@@ -44,10 +44,11 @@ def test_a_burst_inside_one_scrape_interval_spreads_evenly(kind: str) -> None:
     assert max(counts(fleet)) <= 1.5 * min(counts(fleet))
 
 
+@pytest.mark.parametrize("seen", [True, False], ids=["responses seen", "responses not seen"])
 @pytest.mark.parametrize("rate", [4000.0, 8000.0, 16_000.0])
-def test_a_first_block_common_to_all_starves_neither_balance_nor_hits(rate: float) -> None:
+def test_a_first_block_common_to_all_starves_neither_balance_nor_hits(rate: float, seen: bool) -> None:
     """Conversation trace, all of whose requests share block 0; at most 32 % of its tokens can be hits."""
-    fleet = Fleet(10, cache_tokens=3_000_000, rate=rate)
+    fleet = Fleet(10, cache_tokens=3_000_000, rate=rate, first_tokens_seen=seen)
     for at, asked in mooncake_rows():
         fleet.at(at, lambda asked=asked: fleet.send(asked))  # type: ignore[misc]
     fleet.run()
