@@ -7,6 +7,7 @@ does not slow the emulated one. `speed` is engine seconds per real second.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -80,6 +81,7 @@ class AsyncEngine:
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(_report_death)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Let running sequences end for up to `grace_s` seconds, then stop stepping."""
@@ -144,3 +146,9 @@ class AsyncEngine:
                 self._streams.pop(output.sequence, None)
             if stream is not None:
                 stream.put(output)
+
+
+def _report_death(task: asyncio.Task[None]) -> None:
+    """An engine that has died answers nobody; that must not go unseen."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logging.getLogger(__name__).critical("the engine has died", exc_info=error)

@@ -1,15 +1,15 @@
 """Response bodies of the emulated worker, by API: whole, as a stream of server-sent events, and as errors.
 
-One `Reply` per request knows the API's shapes. `whole` is the body of an unstreamed answer. A stream is `opening`, then
-`delta` for every piece of text, then `closing`.
+One `Reply` per request knows the API's shapes. A stream is `opening`, then `delta` for every piece, then `closing`.
 """
 
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from epp.sim.bodies import ApiError
 
@@ -56,7 +56,7 @@ class Usage:
 
 
 @dataclass(slots=True)
-class Reply:
+class Reply(ABC):
     """`request_id` without the API's prefix; `created` in seconds since the epoch."""
 
     request_id: str
@@ -68,17 +68,21 @@ class Reply:
     def whole_json(self, choices: list[Choice], usage: Usage) -> bytes:
         return _dumps(self.whole(choices, usage)).encode()
 
+    @abstractmethod
     def whole(self, choices: list[Choice], usage: Usage) -> dict[str, Any]:
-        raise NotImplementedError
+        """The body of an unstreamed answer."""
 
+    @abstractmethod
     def opening(self, count: int, prompt_tokens: int) -> bytes:
-        raise NotImplementedError
+        """What a stream of `count` choices begins with."""
 
+    @abstractmethod
     def delta(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        raise NotImplementedError
+        """The next piece of a choice; `finish_reason` with its last."""
 
+    @abstractmethod
     def closing(self, choices: list[Choice], usage: Usage) -> bytes:
-        raise NotImplementedError
+        """What a stream ends with."""
 
 
 class CompletionReply(Reply):
@@ -151,7 +155,7 @@ class ChatReply(Reply):
 class MessagesReply(Reply):
     """Anthropic's shapes."""
 
-    _STOP = {"stop": "end_turn", "length": "max_tokens"}  # noqa: RUF012 (a slotted dataclass's constant)
+    _STOP: ClassVar = {"stop": "end_turn", "length": "max_tokens"}
 
     def whole(self, choices: list[Choice], usage: Usage) -> dict[str, Any]:
         [choice] = choices

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from epp.sim.tokenizer import ChatTokenizer
 
 VERSION = "0.32.0"
 """The vLLM release whose interface this is."""
+_log = logging.getLogger(__name__)
 FLUSH_S = 0.1
 """How long a stopping worker lets answers leave that its engine has finished."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -88,9 +90,9 @@ class Worker:
         """Raises OSError, naming the port, if it is taken; ValueError for an event endpoint that cannot be used."""
         self._runner = web.AppRunner(
             self._application(),
-            handler_cancellation=True,
             access_log=None,
-            keepalive_timeout=600,
+            handler_cancellation=True,  # a client that goes away ends the handler, which aborts its sequences
+            keepalive_timeout=600,  # longer than a proxy keeps an idle connection
             shutdown_timeout=FLUSH_S,
         )
         await self._runner.setup()
@@ -98,7 +100,8 @@ class Worker:
             await self._listen()
             self.name = self.name or self.address
             if self.config.events is not None:
-                topic = self.config.events.topic.format(address=self.address, model=self.config.model)
+                topic = self.config.events.topic.replace("{address}", self.address)
+                topic = topic.replace("{model}", self.config.model)
                 self.publisher = EventPublisher(
                     replace(self.config.events, topic=topic), lambda: self.dice.strikes(self.dice.faults.event_loss)
                 )
@@ -142,7 +145,10 @@ class Worker:
     async def _end_faults(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
         self._fault_end = None
-        await self.set_faults(Faults())
+        try:
+            await self.set_faults(Faults())
+        except OSError as error:
+            _log.error("the faults have ended, but: %s", error)
 
     async def _listen(self) -> None:
         assert self._runner is not None
