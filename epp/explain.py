@@ -45,16 +45,21 @@ def _lines(text: str) -> Iterator[Record]:
 
 
 def _checked(record: Any, place: str) -> Record:
-    if not (isinstance(record, dict) and isinstance(record.get("profiles"), list) and "request_id" in record):
+    if not (
+        isinstance(record, dict)
+        and isinstance(record.get("profiles"), list)
+        and isinstance(record.get("request_id"), str)
+        and isinstance(record.get("at"), int | float)
+    ):
         raise ValueError(f"{place} is not a decision")
     return record
 
 
 def find(records: Iterable[Record], request_id: str | None) -> Record | None:
-    """The last decision, or the last of one request."""
-    found = None
+    """The latest decision, or the latest of one request, whichever way the records are ordered."""
+    found: Record | None = None
     for record in records:
-        if request_id is None or record["request_id"] == request_id:
+        if request_id in (None, record["request_id"]) and (found is None or record["at"] >= found["at"]):
             found = record
     return found
 

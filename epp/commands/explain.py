@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -21,7 +21,7 @@ MAX_BYTES = 256 << 20
 def command(source: str, request_id: str | None) -> None:
     """Explain a decision from a decision log FILE, the admin port (URL: http://127.0.0.1:9090) or standard input."""
     try:
-        record = find(read(fetch(source)), request_id)
+        record = find(read(fetch(source, request_id)), request_id)
     except (OSError, ValueError) as error:
         raise click.ClickException(f"{source}: {error}") from None
     if record is None:
@@ -34,8 +34,11 @@ def command(source: str, request_id: str | None) -> None:
     Console().print(table)
 
 
-def fetch(source: str) -> str:
-    """The text behind a file name, a URL or `-`. Of a longer log only the last 256 MB are read."""
+def fetch(source: str, request_id: str | None) -> str:
+    """The text behind a file name, a URL or `-`. Of a longer log only the last 256 MB are read.
+
+    A URL without a path is an admin port, which is asked for the one decision wanted.
+    """
     if source == "-":
         return sys.stdin.read()
     if not source.startswith(("http://", "https://")):
@@ -45,8 +48,10 @@ def fetch(source: str) -> str:
             if start:
                 file.readline()
             return file.read().decode("utf-8", "replace")
-    scheme, _, rest = source.partition("://")
-    url = source if "/" in rest.rstrip("/") else f"{scheme}://{rest.rstrip('/')}/debug/decisions"
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    parts = urllib.parse.urlsplit(source)
+    if parts.path in ("", "/") and not parts.query:
+        query = urllib.parse.urlencode({"limit": 1, "id": request_id or ""})
+        source = urllib.parse.urlunsplit(parts._replace(path="/debug/decisions", query=query))
+    with urllib.request.urlopen(source, timeout=10) as answer:
         body: bytes = answer.read(MAX_BYTES)
         return body.decode("utf-8", "replace")

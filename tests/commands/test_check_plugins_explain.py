@@ -174,7 +174,8 @@ def test_markup_in_names_is_shown_and_not_obeyed() -> None:
 def admin_port() -> Iterator[int]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            body = json.dumps(records()).encode() if self.path == "/debug/decisions" else b"not here"
+            asked = ("/debug/decisions", "/debug/decisions?limit=1&id=", "/debug/decisions?limit=1&id=r0")
+            body = json.dumps(records()).encode() if self.path in asked else b"not here"
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body)
@@ -193,6 +194,7 @@ def admin_port() -> Iterator[int]:
 def test_explain_asks_the_admin_port(admin_port: int) -> None:
     result = run("explain", f"http://127.0.0.1:{admin_port}")
     assert "request r0" in result.stdout
+    assert run("explain", f"http://127.0.0.1:{admin_port}/", "--id", "r0").exit_code == 0
     assert run("explain", f"http://127.0.0.1:{admin_port}/debug/decisions").exit_code == 0
     assert run("explain", f"http://127.0.0.1:{admin_port}/x").exit_code == 1
 
@@ -201,6 +203,12 @@ def test_a_decision_without_an_endpoint_is_explained_too() -> None:
     (record,) = records()
     record.update(endpoints=[], profiles=[])
     assert "no endpoint" in run("explain", "-", text=json.dumps(record)).stdout
+
+
+def test_the_latest_decision_is_explained_whichever_way_they_are_ordered() -> None:
+    made = [{**record, "at": float(i)} for i, record in enumerate(records(3))]
+    for order in (made, made[::-1]):
+        assert "request r2" in run("explain", "-", text=json.dumps(order)).stdout
 
 
 def test_read_takes_an_empty_list() -> None:

@@ -134,7 +134,7 @@ def test_all_problems_are_reported_in_the_order_of_lines() -> None:
 
 
 def test_a_file_full_of_mistakes_is_refused_with_a_bounded_report() -> None:
-    found = outer("".join(f"key{i}: 1\n" for i in range(20_000)))
+    found = outer("".join(f"key{i}: 1\n" for i in range(5_000)))
     assert len(found) == MAX_PROBLEMS
 
 
