@@ -26,7 +26,7 @@ BLOCK_TOKENS = 64
 SAMPLE = "agent_sessions.jsonl.gz"
 
 MAX_PROMPT_TOKENS = 48_000
-MIN_TURNS, MAX_TURNS = 7, 32
+MIN_TURNS, MAX_TURNS = 7, 16
 """Bounds of what the sample takes: short enough for four emulated workers and a load generator on two cores."""
 
 
