@@ -31,6 +31,7 @@ from epp.plugin import Outcome
 from epp.request import Api, Headers, InferenceRequest, RequestHead
 from epp.scheduler import Scheduler, Unschedulable
 from epp.signals.health import Health
+from epp.token_rate import TokenRates
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +154,7 @@ class Director:
         self.options = options or Options()
         self.draining = False
         """True: every new request is answered with 503, so that its client goes elsewhere."""
+        self.rates = TokenRates()
         self._wall = wall
 
     # Reading
@@ -163,6 +165,7 @@ class Director:
         if request.model:
             target = head.headers.get(MODEL_REWRITE) or self.options.model_rewrites.get(request.model, "")
             request.target_model = target or request.model
+        self.rates.estimate(request)
         return request
 
     def refuse(self, fault: BadRequest, head: RequestHead) -> Rejection:
@@ -237,6 +240,7 @@ class Director:
         estimate = decision.estimate
         endpoint = decision.endpoints[0]
         load = endpoint.acquire(max(0, estimate.prompt_tokens - estimate.cached_tokens), now)
+        self.health.picked(endpoint, now)
         stats = self.metrics.model(request.model, request.target_model)
         stats.requests += 1
         stats.running += 1
@@ -283,9 +287,9 @@ class Director:
         if head.served and head.served != flight.endpoint.address:
             self._served_elsewhere(flight, head.served, now)
         elif head.status >= 500:
-            self.health.failed(flight.endpoint, now, f"status {head.status}")
+            self.health.failed(flight.endpoint, now, f"status {head.status}", flight.picked_at)
         else:
-            self.health.succeeded(flight.endpoint, now)
+            self.health.succeeded(flight.endpoint, now, flight.picked_at)
         flight.served = head.served
         if flight.undoing is not None:
             flight.undoing.begin(head.headers)
@@ -297,10 +301,11 @@ class Director:
     def _served_elsewhere(self, flight: Flight, served: str, now: float) -> None:
         """The gateway fell back to another endpoint: the picked one did not answer, and the load is on the other."""
         self.metrics.reasons["served-elsewhere"] += 1
-        self.health.failed(flight.endpoint, now, "the gateway fell back to another endpoint")
+        self.health.failed(flight.endpoint, now, "the gateway fell back to another endpoint", flight.picked_at)
         other = self.pool.by_address.get(served)
         if other is None or flight.load is None:
             return
+        self.health.succeeded(other, now)
         flight.load.release()
         estimate = flight.decision.estimate
         flight.load = other.acquire(max(0, estimate.prompt_tokens - estimate.cached_tokens), now)
@@ -364,6 +369,7 @@ class Director:
                 stats.ttft_error.observe(abs(expected - outcome.first_token_s) / outcome.first_token_s)
         if outcome.prompt_tokens is not None:
             stats.input_tokens.observe(outcome.prompt_tokens)
+            self.rates.observe(flight.request, outcome.prompt_tokens)
         if outcome.completion_tokens is not None:
             stats.output_tokens.observe(outcome.completion_tokens)
         if outcome.cached_tokens is not None:

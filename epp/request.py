@@ -66,6 +66,9 @@ class RequestHead:
     without brackets) for all its ports; empty: none is allowed; None: no hint."""
 
 
+BYTES_PER_TOKEN = 4
+"""Bytes of prompt text a token stands for until a model's own rate is learned."""
+
 PromptItem = bytes | NDArray[np.uint32]
 """One prompt: the bytes that identify its text (raw JSON of prompt or messages), or token ids of shape (tokens,)."""
 
@@ -87,8 +90,10 @@ class InferenceRequest:
     """What precedes the first block besides the model: tools, system or instructions that the worker renders first."""
     cache_salt: str = ""
     prompt_tokens: int = 0
-    """Prompt tokens over all prompts: exact where ids were sent, else bytes over four (see `tokens_exact`)."""
+    """Prompt tokens over all prompts: exact where ids were sent, else bytes over `bytes_per_token`."""
     tokens_exact: bool = False
+    bytes_per_token: float = BYTES_PER_TOKEN
+    """What `prompt_tokens` was estimated with, unless it is exact; learned per model by the director."""
     max_tokens: int | None = None
     media: bool | Callable[[], bool] = False
     """What `multimodal` answers, or how to find out."""

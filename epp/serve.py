@@ -113,15 +113,17 @@ class Picker:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         random = Random(settings.seed)
+        # Sources of their own: how often endpoints are scraped must not change what a seed picks.
+        scrape_random, other_random = Random(random.random()), Random(random.random())
         self.pool = Pool()
         config = load_config(settings)
         self.scheduler = Scheduler(config, random=random, limits=settings.plugin_limits)
         announce(config)
-        self.health = Health(self.pool, random=random)
+        self.health = Health(self.pool, random=other_random)
         self.metrics = Metrics(self.pool, settings.pool_name)
-        self.decisions = DecisionLog(settings.decision_log, random=random)
+        self.decisions = DecisionLog(settings.decision_log, random=other_random)
         self.serving = ServingHealth()
-        self.scraper = Scraper(settings.scrape, clock=time.monotonic, random=random, listener=self._scraped)
+        self.scraper = Scraper(settings.scrape, clock=time.monotonic, random=scrape_random, listener=self._scraped)
         self.membership = Membership(self.pool, time.monotonic, (self._changed, self.scraper.changed))
         self.director = Director(
             pool=self.pool,

@@ -22,7 +22,7 @@ from epp.api.fields import Fields, kind_of, read_fields
 from epp.api.grpc_engine import read_grpc_request
 from epp.api.media import has_media
 from epp.api.paths import api_of
-from epp.request import Api, InferenceRequest, RequestHead
+from epp.request import BYTES_PER_TOKEN, Api, InferenceRequest, RequestHead
 
 LOAD_ONLY = "load-only"
 """Key in `InferenceRequest.attributes`: why a request has no prompts (`compressed-body`, `multipart-body`,
@@ -32,7 +32,6 @@ MAX_PROMPTS = 2048
 """Prompts of one request that are looked at one by one (OpenAI's own limit for embeddings); more go by load alone."""
 
 MAX_SESSION_CHARS = 256
-BYTES_PER_TOKEN = 4
 
 _list_of_raw = msgspec.json.Decoder(list[Raw]).decode
 _list_of_int = msgspec.json.Decoder(list[int]).decode

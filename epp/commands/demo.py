@@ -25,8 +25,8 @@ from epp.demo.stack import Ports, Stack, StackError, Workers, running_stack
 from epp.explain import explain
 
 MODEL = "demo"
-WORKERS = Workers(model=MODEL, blocks=10_240, block_size=16, speed=4.0, stream_interval=8)
-"""Each worker holds 164,000 tokens: a third of what the sessions need together, as a fleet's HBM is in practice."""
+WORKERS = Workers(model=MODEL, blocks=12_288, block_size=16, speed=4.0, stream_interval=8)
+"""Each worker holds 197,000 tokens: a third of what the sessions need together, as a fleet's HBM is in practice."""
 
 
 @click.command(name="demo")

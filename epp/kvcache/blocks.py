@@ -19,11 +19,10 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from epp.request import InferenceRequest, PromptItem
+from epp.request import BYTES_PER_TOKEN, InferenceRequest, PromptItem
 
 Keys = NDArray[np.uint64]
 
-BYTES_PER_TOKEN = 4
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 

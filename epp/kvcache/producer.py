@@ -1,7 +1,8 @@
 """The approximate prefix producer: cached tokens per endpoint, from the history of this picker's own picks.
 
 In: a request and its candidates; later the endpoint picked, and the one that served. Out: `candidates.cached_tokens`.
-No worker is asked and no tokenizer needed: text counts four bytes a token.
+No worker is asked and no tokenizer needed: a block of text has four bytes a token, and counts as many tokens as the
+model's learned rate says.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from epp.kvcache.blocks import Keys, request_keys
 from epp.kvcache.history import History
 from epp.plugin import Candidates, Endpoint, Handle, InferenceRequest, Outcome, Producer, Range
+from epp.request import BYTES_PER_TOKEN
 
 MAX_ITEMS = 64
 """Prompts of one request that are looked up; the work of a request stays bounded, the rest counts as uncached."""
@@ -45,6 +47,8 @@ class _Lookup:
     matches: list[dict[Endpoint, int]]
     tokens: dict[Endpoint, list[int]]
     """Endpoint -> the history's token for each of `keys`."""
+    tokens_of_text: float
+    """Tokens that one nominal token of these keys stands for; see `_tokens_of_text`."""
     destination: Endpoint | None = None
 
 
@@ -76,7 +80,7 @@ class ApproxPrefixCache(Producer[PrefixParameters]):
         block_size = self._block_size(candidates)
         limit = p.max_prefix_tokens_to_match // block_size or p.max_prefix_blocks_to_match or UNLIMITED
         keys = request_keys(request, block_size, limit=limit, max_items=MAX_ITEMS)
-        lookup = _Lookup(keys, [self.history.match(k) for k in keys], {})
+        lookup = _Lookup(keys, [self.history.match(k) for k in keys], {}, _tokens_of_text(request))
         request.attributes[self.name] = lookup
         if any(lookup.matches):
             pool = candidates.pool
@@ -85,7 +89,7 @@ class ApproxPrefixCache(Producer[PrefixParameters]):
                 for endpoint, blocks in matched.items():
                     if endpoint.pool is pool:
                         by_row[endpoint.row] += blocks
-            cached = by_row[candidates.rows] * block_size
+            cached = by_row[candidates.rows] * (block_size * _tokens_of_text(request))
             candidates.cached_tokens = np.minimum(cached, request.prompt_tokens)
 
     def picked(self, request: InferenceRequest, endpoints: Mapping[str, Endpoint]) -> None:
@@ -115,6 +119,7 @@ class ApproxPrefixCache(Producer[PrefixParameters]):
         if endpoint.pool is None:
             return
         capacity = self._capacity(endpoint)
+        capacity = max(int(capacity / lookup.tokens_of_text), 1)
         lookup.tokens[endpoint] = [self.history.insert(endpoint, keys, capacity) for keys in lookup.keys]
 
     def _retract(self, lookup: _Lookup, endpoint: Endpoint) -> None:
@@ -136,3 +141,8 @@ class ApproxPrefixCache(Producer[PrefixParameters]):
             ours = self._tuned_block_size or p.block_size_tokens
             return max(endpoint.cache_blocks * endpoint.block_size // ours, 1)
         return p.lru_capacity_per_server
+
+
+def _tokens_of_text(request: InferenceRequest) -> float:
+    """Blocks of text hold `BYTES_PER_TOKEN` bytes a token; a model with more bytes a token has fewer tokens in them."""
+    return 1.0 if request.tokens_exact else BYTES_PER_TOKEN / request.bytes_per_token
