@@ -49,7 +49,7 @@ class EchoSession:
             self.writer.finish(GrpcStatus.NOT_FOUND, "100 % gone\n")
         if message == b"!silent":
             return ()
-        if message == b"!stay":
+        if message.startswith(b"!stay"):
             self.ends = False
         return (message,)
 
