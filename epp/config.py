@@ -153,6 +153,7 @@ class _Reader:
         self.read_plugins(self.items(root.value.get("plugins"), "plugins"))
         profiles = self.read_profiles(self.items(root.value.get("schedulingProfiles"), "schedulingProfiles"))
         handler = self.handler(root, profiles)
+        self.warn_of_unused(profiles)
         self.read_other_sections(root)
         producers = self.producers(root)
         if self.problems.found:
@@ -337,6 +338,12 @@ class _Reader:
         if name in self.plugins and self.plugins[name].cls.type == DEFAULT_HANDLER and len(profiles) > 1:
             self.problems.add(root, "schedulingProfiles", f"{DEFAULT_HANDLER} takes one profile, got {len(profiles)}")
         return name
+
+    def warn_of_unused(self, profiles: list[ProfileConfig]) -> None:
+        used = {name for p in profiles for name in (*p.filters, *(scorer for scorer, _ in p.scorers), p.picker)}
+        for plugin in self.plugins.values():
+            if plugin.name not in used and not issubclass(plugin.cls, Producer | ProfileHandler):
+                self.warn(plugin.line, "plugins", f'"{plugin.name}" is in no profile and decides nothing')
 
     # --- producers ---
 

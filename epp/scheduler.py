@@ -14,20 +14,20 @@ fault is in the trace and in the decision's reasons, is counted in `faults`, and
 from __future__ import annotations
 
 import math
-import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 from random import Random
+from types import MappingProxyType
 from typing import Any, cast
 
 import numpy as np
 
+from epp import returned
 from epp.config import ConfigError, PickerConfig, PluginConfig, ProfileConfig
 from epp.decision import Decision, Estimate, FilterTrace, ProfileTrace, ScorerTrace
 from epp.document import Problem, one_line
-from epp.endpoint import Candidates, Endpoint, Floats, Mask
+from epp.endpoint import Candidates, Endpoint, Floats
 from epp.guard import Fault, Faults, Guard, Limits
 from epp.pickers import HowMany, MaxScorePicker
 from epp.plugin import Filter, Handle, Outcome, Picker, Plugin, Producer, ProfileHandler, Scorer
@@ -55,6 +55,18 @@ class _Profile:
     scorers: tuple[tuple[str, Guard, Scorer[Any]], ...]
     weights: Floats
     picker: tuple[str, Guard, Picker[Any]]
+
+
+@dataclass(slots=True)
+class _Run:
+    """One request on its way through the profiles."""
+
+    request: InferenceRequest
+    candidates: Candidates
+    reasons: list[str] = field(default_factory=list)
+    traces: list[ProfileTrace] = field(default_factory=list)
+    results: dict[str, Sequence[Endpoint] | None] = field(default_factory=dict)
+    estimates: dict[str, Estimate] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -120,25 +132,14 @@ class Scheduler:
         """Decide where `request` goes. `at`: seconds since the epoch, for the record. Raises Unschedulable."""
         clock = self._clock
         started = clock()
-        reasons: list[str] = []
-        traces: list[ProfileTrace] = []
-        results: dict[str, Sequence[Endpoint] | None] = {}
-        estimates: dict[str, Estimate] = {}
+        run = _Run(request, candidates)
         primary: str | None = None
         produced = started
         if len(candidates):
-            for name, guard, producer in self._producers:
-                try:
-                    guard.call(candidates.now, producer.produce, request, candidates)
-                except Fault as fault:
-                    self._note(name, fault, reasons)
-                if wrong := _repair(candidates):
-                    self._note(name, Fault("shape", wrong), reasons)
-            _freeze(candidates)
+            self._produce(run)
             produced = clock()
-            self._run_profiles(request, candidates, results, estimates, traces, reasons)
-            primary = self._primary(candidates.now, results, reasons)
-        endpoints = tuple(results[primary] or ()) if primary is not None else ()
+            primary = self._run_profiles(run)
+        endpoints = tuple(run.results[primary] or ()) if primary is not None else ()
         ended = clock()
         decision = Decision(
             request.request_id,
@@ -146,9 +147,9 @@ class Scheduler:
             request.api.value,
             at,
             endpoints,
-            tuple(traces),
-            estimates[primary] if primary is not None and endpoints else Estimate(request.prompt_tokens, 0),
-            tuple(dict.fromkeys(reasons)),
+            tuple(run.traces),
+            run.estimates[primary] if primary is not None and endpoints else Estimate(request.prompt_tokens, 0),
+            tuple(dict.fromkeys(run.reasons)),
             {"produce": produced - started, "profiles": ended - produced, "total": ended - started},
             candidates.endpoints,
         )
@@ -156,66 +157,62 @@ class Scheduler:
             raise Unschedulable(ALL_FILTERED if len(candidates) else NO_CANDIDATES, decision)
         return decision
 
-    def _run_profiles(
-        self,
-        request: InferenceRequest,
-        candidates: Candidates,
-        results: dict[str, Sequence[Endpoint] | None],
-        estimates: dict[str, Estimate],
-        traces: list[ProfileTrace],
-        reasons: list[str],
-    ) -> None:
-        handler, guard = self._handler, self._handler_guard
+    def _produce(self, run: _Run) -> None:
+        candidates = run.candidates
+        for name, guard, producer in self._producers:
+            try:
+                guard.call(candidates.now, producer.produce, run.request, candidates)
+            except Fault as fault:
+                self._note(name, fault, run)
+            if wrong := returned.repair(candidates):
+                self._note(name, Fault("shape", wrong), run)
+        returned.freeze(candidates)
+
+    def _run_profiles(self, run: _Run) -> str | None:
+        """Run what the handler asks for; the profile that decides, or None."""
+        handler, guard, now = self._handler, self._handler_guard, run.candidates.now
+        results = MappingProxyType(run.results)
+        # Each round runs a profile that has not run, or ends; the last round can only end.
         for _ in range(len(self._names) + 1):
             try:
-                names = guard.call(candidates.now, _next_profiles, handler, request, self._names, results)
+                names = guard.call(now, returned.next_profiles, handler, run.request, self._names, results)
             except Fault as fault:
-                self._note(handler.name, fault, reasons)
+                self._note(handler.name, fault, run)
                 names = [n for n in self._names if n not in results]
             if not names:
-                return
+                break
             for name in names:
-                trace = self._run_profile(self._profiles[name], request, candidates, estimates, reasons)
-                traces.append(trace)
-                results[name] = trace.chosen or None
-
-    def _primary(self, now: float, results: dict[str, Sequence[Endpoint] | None], reasons: list[str]) -> str | None:
+                trace = self._run_profile(self._profiles[name], run)
+                run.traces.append(trace)
+                run.results[name] = trace.chosen or None
         try:
-            return self._handler_guard.call(now, _primary, self._handler, results)
+            return guard.call(now, returned.primary, handler, results)
         except Fault as fault:
-            self._note(self._handler.name, fault, reasons)
+            self._note(handler.name, fault, run)
             return next((name for name, endpoints in results.items() if endpoints), None)
 
-    def _run_profile(
-        self,
-        profile: _Profile,
-        request: InferenceRequest,
-        candidates: Candidates,
-        estimates: dict[str, Estimate],
-        reasons: list[str],
-    ) -> ProfileTrace:
-        now = candidates.now
+    def _run_profile(self, profile: _Profile, run: _Run) -> ProfileTrace:
+        request, remaining, now = run.request, run.candidates, run.candidates.now
         filters: list[FilterTrace] = []
-        remaining = candidates
         for name, guard, filter_ in profile.filters:
             before, text = len(remaining), ""
             try:
-                remaining = remaining.select(guard.call(now, _mask, filter_, request, remaining))
+                remaining = remaining.select(guard.call(now, returned.mask, filter_, request, remaining))
             except Fault as fault:
-                text = self._note(name, fault, reasons)
+                text = self._note(name, fault, run)
             filters.append(FilterTrace(name, before, remaining.endpoints, text))
             if not remaining:
                 return ProfileTrace(profile.name, tuple(filters), (), (), np.zeros(0), profile.picker[0], ())
-        if remaining is not candidates:
-            _freeze(remaining)
-        scorers, totals = self._score(profile, request, remaining, reasons)
+        if remaining is not run.candidates:
+            returned.freeze(remaining)
+        scorers, totals = self._score(profile, remaining, run)
         name, guard, picker = profile.picker
         try:
-            chosen = guard.call(now, _chosen, picker, request, remaining, totals)
+            chosen = guard.call(now, returned.chosen, picker, request, remaining, totals)
         except Fault as fault:
-            self._note(name, fault, reasons)
-            chosen = _chosen(self._fallback_picker, request, remaining, totals)
-        estimates[profile.name] = _estimate(request, remaining, chosen[0])
+            self._note(name, fault, run)
+            chosen = returned.chosen(self._fallback_picker, request, remaining, totals)
+        run.estimates[profile.name] = _estimate(request, remaining, chosen[0])
         return ProfileTrace(
             profile.name,
             tuple(filters),
@@ -228,38 +225,34 @@ class Scheduler:
             remaining.expected_ttft,
         )
 
-    def _score(
-        self, profile: _Profile, request: InferenceRequest, candidates: Candidates, reasons: list[str]
-    ) -> tuple[tuple[ScorerTrace, ...], Floats]:
-        count = len(candidates)
+    def _score(self, profile: _Profile, candidates: Candidates, run: _Run) -> tuple[tuple[ScorerTrace, ...], Floats]:
+        """What each scorer says, and the weighted sum, shape (n,)."""
+        count, scorers = len(candidates), profile.scorers
         # One row per scorer: a copy of what the plugin gave (it may go on using its array), and the sum is one product.
-        raw = np.zeros((len(profile.scorers), count))
-        if not profile.scorers:
-            return (), np.zeros(count)
-        texts = [""] * len(profile.scorers)
-        for i, (name, guard, scorer) in enumerate(profile.scorers):
+        raw = np.zeros((len(scorers), count))
+        texts = [""] * len(scorers)
+        for i, (name, guard, scorer) in enumerate(scorers):
             try:
-                raw[i] = guard.call(candidates.now, _scores, scorer, request, candidates)
+                raw[i] = guard.call(candidates.now, returned.scores, scorer, run.request, candidates)
             except Fault as fault:
-                texts[i] = self._note(name, fault, reasons)
-        # False also when there is a NaN.
-        if not (raw.min() >= 0.0 and raw.max() <= 1.0):
+                texts[i] = self._note(name, fault, run)
+        # The comparison is false also when there is a NaN.
+        if scorers and not (raw.min() >= 0.0 and raw.max() <= 1.0):
             for i, missing in enumerate(np.isnan(raw).sum(axis=1).tolist()):
                 if missing:
-                    nan = Fault("nan", f"for {missing} of {count} candidates")
-                    texts[i] = self._note(profile.scorers[i][0], nan, reasons)
+                    texts[i] = self._note(scorers[i][0], Fault("nan", f"for {missing} of {count} candidates"), run)
             raw = np.clip(np.nan_to_num(raw, nan=0.0, posinf=1.0, neginf=0.0), 0.0, 1.0)
-        traces = tuple(
+        totals = profile.weights @ raw
+        totals.flags.writeable = False
+        traces = [
             ScorerTrace(name, weight, row, text)
-            for (name, _, _), weight, row, text in zip(
-                profile.scorers, profile.weights.tolist(), raw, texts, strict=True
-            )
-        )
-        return traces, profile.weights @ raw
+            for (name, _, _), weight, row, text in zip(scorers, profile.weights.tolist(), raw, texts, strict=True)
+        ]
+        return tuple(traces), totals
 
-    def _note(self, plugin: str, fault: Fault, reasons: list[str]) -> str:
+    def _note(self, plugin: str, fault: Fault, run: _Run) -> str:
         self.faults.note(plugin, fault)
-        reasons.append(f"plugin-fault:{plugin}:{fault.kind}")
+        run.reasons.append(f"plugin-fault:{plugin}:{fault.kind}")
         return str(fault)
 
     # --- the plugins' hooks: each is called on every plugin that has it, whatever the others do ---
@@ -312,96 +305,8 @@ def _first_endpoints(decision: Decision) -> Mapping[str, Endpoint]:
     return {trace.name: trace.chosen[0] for trace in decision.profiles if trace.chosen}
 
 
-def _repair(candidates: Candidates) -> str:
-    """Replace what a producer left (even one that was cut off) that nobody could use; say what it was."""
-    wrong, shape = "", (len(candidates),)
-    cached = candidates.cached_tokens
-    if not _are_numbers(cached, shape) or not np.isfinite(cached).all():
-        candidates.cached_tokens = np.zeros(shape)
-        wrong = "cached_tokens must be finite numbers, one per candidate"
-    for field in ("expected_ttft", "expected_cost"):
-        values = getattr(candidates, field)
-        if values is not None and not _are_numbers(values, shape):
-            setattr(candidates, field, None)
-            wrong = f"{field} must be numbers, one per candidate"
-    return wrong
-
-
-def _are_numbers(values: Any, shape: tuple[int]) -> bool:
-    return isinstance(values, np.ndarray) and values.shape == shape and values.dtype.kind in "fiu"
-
-
-def _freeze(candidates: Candidates) -> None:
-    """Filters and scorers of one request share the arrays; none may change them under the others."""
-    for field in ("cached_tokens", "expected_ttft", "expected_cost"):
-        values = getattr(candidates, field)
-        if values is not None:
-            values = values.view()
-            values.flags.writeable = False
-            setattr(candidates, field, values)
-
-
 def _estimate(request: InferenceRequest, candidates: Candidates, endpoint: Endpoint) -> Estimate:
     row = candidates.endpoints.index(endpoint)
     expected = candidates.expected_ttft
     ttft = float(expected[row]) if expected is not None and row < len(expected) else math.nan
     return Estimate(request.prompt_tokens, int(candidates.cached_tokens[row]), ttft if math.isfinite(ttft) else None)
-
-
-# --- what runs under a plugin's guard: the call, and the reading of what it gave ---
-
-
-def _next_profiles(
-    handler: ProfileHandler[Any],
-    request: InferenceRequest,
-    profiles: Sequence[str],
-    results: Mapping[str, Sequence[Endpoint] | None],
-) -> Sequence[str]:
-    names = list(handler.next_profiles(request, profiles, results))
-    for name in names:
-        if name not in profiles or name in results:
-            raise Fault("shape", f"asked for profile {name!r:.80}, which is unknown or has run")
-    return list(dict.fromkeys(names))
-
-
-def _primary(handler: ProfileHandler[Any], results: Mapping[str, Sequence[Endpoint] | None]) -> str | None:
-    primary = handler.primary(results)
-    if primary is not None and primary not in results:
-        raise Fault("shape", f"named profile {primary!r:.80}, which did not run")
-    return primary
-
-
-def _mask(filter_: Filter[Any], request: InferenceRequest, candidates: Candidates) -> Mask:
-    given = filter_.filter(request, candidates)
-    try:
-        keep = np.asarray(given)
-    except Exception as error:
-        raise Fault("shape", f"{type(error).__name__}: {error}") from error
-    if keep.shape != (len(candidates),) or keep.dtype != np.bool_:
-        raise Fault("shape", f"returned {keep.dtype} of shape {keep.shape} for {len(candidates)} candidates")
-    return keep
-
-
-def _scores(scorer: Scorer[Any], request: InferenceRequest, candidates: Candidates) -> Floats:
-    given = scorer.score(request, candidates)
-    try:
-        scores = np.asarray(given, dtype=np.float64)
-    except Exception as error:
-        raise Fault("shape", f"{type(error).__name__}: {error}") from error
-    if scores.shape != (len(candidates),):
-        raise Fault("shape", f"returned shape {scores.shape} for {len(candidates)} candidates")
-    return scores
-
-
-def _chosen(
-    picker: Picker[Any], request: InferenceRequest, candidates: Candidates, totals: Floats
-) -> tuple[Endpoint, ...]:
-    given = picker.pick(request, candidates, totals)
-    count = len(candidates)
-    try:
-        indices = [operator.index(i) for i in islice(given, count)]
-    except Exception as error:
-        raise Fault("shape", f"picked {given!r:.80}") from error
-    if not indices or min(indices) < 0 or max(indices) >= count:
-        raise Fault("shape", f"picked {indices[:8]} of {count} candidates")
-    return tuple(dict.fromkeys([candidates.endpoints[i] for i in indices]))

@@ -212,6 +212,11 @@ def test_a_weight_on_a_picker_gives_a_warning() -> None:
     )
 
 
+def test_a_plugin_in_no_profile_gives_a_warning() -> None:
+    text = plugins("type: random-picker", "type: queue-scorer") + "schedulingProfiles: [{name: a, plugins: []}]"
+    assert read(text, source="f").warnings == ('f:5: plugins: "queue-scorer" is in no profile and decides nothing',)
+
+
 def test_retired_parameters_give_a_warning_with_the_reason() -> None:
     (warning,) = read(plugins("{type: active-request-scorer, parameters: {requestTimeout: 5m}}"), source="f").warnings
     assert warning.startswith("f:4: plugins[0].parameters.requestTimeout: has no effect: ")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import threading
@@ -25,6 +26,7 @@ from tests.scheduler.faulty import (
     GivingProducer,
     GivingScorer,
     Hanging,
+    LostHandler,
     Telling,
     config,
     registry,
@@ -197,6 +199,24 @@ def test_a_producer_at_fault_leaves_no_cached_tokens(gives: Any) -> None:
     assert decision.endpoints == (pool[2],)
     assert decision.estimate.cached_tokens == 0
     assert decision.reasons == ("plugin-fault:giving-producer:shape",)
+
+
+def test_an_endless_list_of_picks_is_read_as_far_as_there_are_candidates() -> None:
+    GivingPicker.gives = itertools.repeat(1)
+    pool = candidates(3)
+    assert scheduler("giving-picker").schedule(request(), pool, at=0).endpoints == (pool[1],)
+
+
+@pytest.mark.parametrize("hook", ["next_profiles", "primary"])
+def test_a_handler_cannot_change_what_the_profiles_found(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def clear(self: LostHandler, *args: Any) -> list[str]:
+        args[-1].clear()
+        return []
+
+    monkeypatch.setattr(LostHandler, hook, clear)
+    pool = candidates(3)
+    decision = scheduler("lost-handler", "row").schedule(request(), pool, at=0)
+    assert decision.endpoints == (pool[2],)
 
 
 def test_a_handler_at_fault_is_replaced_by_running_every_profile() -> None:
