@@ -196,35 +196,37 @@ def _step(value: float, implied: float, samples: int, bounds: tuple[float, float
 
 
 def _or_median(values: Floats, start: float) -> Floats:
-    """`values` with NaN replaced by the median of the known ones, or by `start` when none is known."""
-    known = values[~np.isnan(values)]
-    if len(known) == len(values):
+    """`values` with NaN replaced by the (upper) median of the known ones, or by `start` when none is known."""
+    if not math.isnan(values.sum()):  # a third of the time of isnan().any()
         return values
-    return np.where(np.isnan(values), np.median(known) if len(known) else start, values)
+    unknown = np.isnan(values)
+    known = np.sort(values[~unknown])
+    return np.where(unknown, known[len(known) // 2] if len(known) else start, values)
 
 
-def _slow_start(candidates: Candidates, duration_s: float) -> Floats:
+def _slow_start(candidates: Candidates, duration_s: float) -> Floats | float:
     """Factors on the rate, a quarter to 1, relative to the longest-serving candidate: all new is nobody new."""
+    if candidates.now - float(candidates.column("ready_at").max(initial=-math.inf)) >= duration_s:
+        return 1.0
     ramp = np.maximum(candidates.ramp(duration_s), 0.25)
-    relative: Floats = ramp / ramp.max(initial=0.25)
+    relative: Floats = ramp / ramp.max()
     return relative
 
 
 def _others(candidates: Candidates, stale_after_s: float) -> tuple[Floats, Floats]:
     """Requests in each worker's queue that are not this picker's, and all requests there; both shape (n,)."""
     own = candidates.column("in_flight")
-    unseen = candidates.column("unseen")
-    fresh = candidates.fresh(stale_after_s)
-    waiting, running = candidates.column("waiting"), candidates.column("running")
-    seen = np.maximum(own - unseen, 0.0)
+    seen = np.maximum(own - candidates.column("unseen"), 0.0)
+    waiting = candidates.column("waiting")
     foreign_waiting = np.maximum(waiting - seen, 0.0)
-    foreign = np.maximum(waiting + running - seen, 0.0)
+    foreign = np.maximum(waiting + candidates.column("running") - seen, 0.0)
+    fresh = candidates.fresh(stale_after_s)
     return _neutral(foreign_waiting, fresh), own + _neutral(foreign, fresh)
 
 
 def _neutral(values: Floats, usable: Mask) -> Floats:
     """`values` where known and usable; elsewhere their mean there, 0 when there is none."""
-    known = usable & ~np.isnan(values)
-    if known.all():
+    if usable.all() and not math.isnan(values.sum()):
         return values
+    known = usable & ~np.isnan(values)
     return np.where(known, values, values[known].mean() if known.any() else 0.0)
