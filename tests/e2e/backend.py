@@ -40,7 +40,7 @@ class Reply:
 
 @dataclass(slots=True)
 class Worker:
-    """One running worker and what it has seen."""
+    """One running worker and what it has seen of requests that came through Envoy."""
 
     name: str
     address: str = ""
@@ -69,8 +69,9 @@ class Worker:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, path, _ = head[0].split(" ", 2)
         headers = _fields(head[1:])
-        if path == "/metrics":
-            return await self._answer(writer, Reply(content_type="text/plain", body=self._metrics()), {})
+        if "x-request-id" not in headers:  # not from Envoy: the picker looks how we are
+            body = self._metrics() if path == "/metrics" else "{}"
+            return await self._answer(writer, Reply(content_type="text/plain", body=body), {})
         self.running += 1
         self.requests += 1
         self.most_running = max(self.most_running, self.running)

@@ -60,7 +60,7 @@ async def test_fail_closed_answers_an_error_when_the_picker_is_killed(profile: P
 
 @both_profiles
 async def test_a_picker_told_to_stop_finishes_what_runs_and_leaves_in_time(profile: Profile) -> None:
-    async with running_stack(profile, args=("--grace", "20")) as stack:
+    async with running_stack(profile, args=("--drain-delay", "0", "--grace", "20")) as stack:
         slow = echo(chunks=20, pause=0.1, content_type="text/event-stream")
         streams = [asyncio.create_task(stack.ask(BODY, **slow)) for _ in range(100)]
         await until(stack.running, lambda n: n == 100)
@@ -72,9 +72,9 @@ async def test_a_picker_told_to_stop_finishes_what_runs_and_leaves_in_time(profi
             assert await stack.picker.process.wait() == 0
 
 
-@both_profiles
-async def test_a_picker_that_stops_under_load_costs_no_request_its_answer(profile: Profile) -> None:
-    async with running_stack(profile, args=("--grace", "20")) as stack:
+@pytest.mark.parametrize(("profile", "delay"), [(Profile.GATEWAY, "3"), (Profile.FAST, "0")])
+async def test_a_picker_that_stops_under_load_costs_no_request_its_answer(profile: Profile, delay: str) -> None:
+    async with running_stack(profile, args=("--drain-delay", delay, "--grace", "20")) as stack:
         statuses: list[int] = []
 
         async def answered() -> int:
