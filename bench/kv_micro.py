@@ -1,6 +1,6 @@
 """Time and memory of block keys, the approximate history and all scorers; prints JSON.
 
-Run: `python bench/kv_micro.py`. Each time is the least of several rounds, in microseconds of one core. A *warm turn* is
+Run: `python -m bench.kv_micro`. Each time is the least of several rounds, in microseconds of one core. A *warm turn* is
 a prompt of 6,250 blocks that one endpoint holds but for its last 32 blocks, in a history where every endpoint holds 100
 such sessions of which the first 500 blocks are common to all.
 """
