@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says nothing on a shared machine; only what it shows counts.
+settings.register_profile("suite", deadline=None)
+settings.load_profile("suite")
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
