@@ -151,13 +151,15 @@ class GrpcConnection(Connection):
             self.end(stream, method.refusal)
             return
         if method.timeout_s is not None:
-            heapq.heappush(self._deadlines, (self.now + method.timeout_s, stream.id))
+            self._add_deadline(self.now + method.timeout_s, stream.id)
         stream.watch = method.watch
         stream.receiving = True
         try:
             stream.session = method.factory(stream)
         except Exception:
             self._session_failed(stream)
+        if method.watch and self.draining and stream.outcome is None:
+            stream.outcome = (GrpcStatus.UNAVAILABLE, "draining")
         self._received(stream)
 
     def on_data(self, stream: Stream, data: bytes, start: int, end: int) -> None:
@@ -260,6 +262,12 @@ class GrpcConnection(Connection):
             self.conclude(call)
         if call.closed and call.session is not None:  # ended inside its own factory
             self.on_closed(call)
+
+    def _add_deadline(self, when: float, stream_id: int) -> None:
+        if len(self._deadlines) > 2 * len(self.streams) + 1_000:  # most are of RPCs that ended in time
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self.streams]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (when, stream_id))
 
     def _continue(self, call: Call, partial: bytearray) -> None:
         """A message that came in several frames has grown; deliver it once it is whole."""

@@ -69,6 +69,7 @@ class Connection(Sender):
         self._idle_frames = Bucket(limits.idle_frames, now)
         self._updates = Bucket(limits.window_updates, now)
         self._updates_seen = 0
+        self._late_resets = 0
         self._out.append(
             f.settings(
                 {
@@ -141,15 +142,21 @@ class Connection(Sender):
         Two steps, so that no request that crosses the announcement is lost: GOAWAY with the highest id and a PING; when
         the PING is answered (or a second has passed) GOAWAY with the last id really taken.
         """
-        if self.closing or self._drain_at is not None or self._last_served is not None:
+        if self.closing or self.draining:
             return
         self._drain_at = now
         self._out.append(f.goaway(f.MAX_WINDOW, ErrorCode.NO_ERROR) + f.frame(f.PING, 0, 0, DRAIN_PING))
 
+    @property
+    def draining(self) -> bool:
+        """A graceful end has begun."""
+        return self._drain_at is not None or self._last_served is not None
+
     def fail(self, code: ErrorCode, kind: str, text: str) -> None:
-        """End the connection for an error: GOAWAY, every stream closed, `closing` set."""
+        """End the connection at once, for an error or not: GOAWAY, every stream closed, `closing` set."""
         if not self.closing:
-            self.counters.connection_errors[kind] += 1
+            if code != ErrorCode.NO_ERROR:
+                self.counters.connection_errors[kind] += 1
             self._out.append(f.goaway(self.last_id, code, text.encode()))
             self.shut()
 
@@ -286,7 +293,9 @@ class Connection(Sender):
 
     def _open(self, stream_id: int, flags: int, head: Head) -> None:
         self.last_id = stream_id
-        if self._last_served is not None or len(self.streams) >= self.limits.streams:
+        limits = self.limits
+        full = len(self.streams) >= limits.streams or self.counters.streams_open >= limits.streams_in_all
+        if full or self._last_served is not None:
             self._linger(stream_id, flags)
             self.reset(stream_id, ErrorCode.REFUSED_STREAM, "refused")
         elif head.malformed:
@@ -318,9 +327,9 @@ class Connection(Sender):
         self._refuse_idle(stream_id, "RST_STREAM")
         stream = self.streams.get(stream_id)
         if stream is None:
-            if stream_id in self._lingering:
-                del self._lingering[stream_id]
-            else:
+            self._lingering.pop(stream_id, None)
+            self._late_resets += 1
+            if self._late_resets > (self.last_id + 1) // 2:  # more than streams there were
                 self._meter(self._idle_frames, "idle_frame_flood")
             return
         self.counters.resets_received += 1
@@ -399,7 +408,7 @@ class Connection(Sender):
         if end - start != 4:
             raise Violation(ErrorCode.FRAME_SIZE_ERROR, "frame_size", "WINDOW_UPDATE not of 4 bytes")
         self._updates_seen += 1
-        paid = self._frames_sent * self.limits.window_updates_per_frame
+        paid = self._frames_sent * self.limits.window_updates_per_frame + self.last_id
         if self._updates_seen > paid:
             self._updates_seen = paid
             self._meter(self._updates, "window_update_flood")

@@ -20,6 +20,8 @@ class Limits:
 
     streams: int = 16_384
     """SETTINGS_MAX_CONCURRENT_STREAMS. Envoy opens a connection per worker and 1,024 streams unless told otherwise."""
+    streams_in_all: int = 131_072
+    """Open streams of all connections of an edge together."""
     frame_bytes: int = 65_536
     """SETTINGS_MAX_FRAME_SIZE. Envoy sends 16 KiB frames whatever is allowed; a peer can park one partial frame."""
     header_list_bytes: int = 16_384
@@ -45,12 +47,14 @@ class Limits:
     wasted_streams: tuple[float, float] = (100.0, 1_000.0)
     """Rate and burst of streams that got nothing done: reset by the peer before a whole message had come or gone, or
     reset by us for an error of the peer's. Envoy ends every ext_proc stream by RST_STREAM: those served never count."""
-    pings: tuple[float, float] = (100.0, 1_000.0)
-    settings: tuple[float, float] = (10.0, 100.0)
+    pings: tuple[float, float] = (1_000.0, 1_000.0)
+    """gRPC clients measure their bandwidth with a PING per round trip, and a round trip may be short."""
+    settings: tuple[float, float] = (50.0, 100.0)
     idle_frames: tuple[float, float] = (100.0, 2_000.0)
-    """PRIORITY, unknown types, empty DATA without END_STREAM, frames of streams that are over."""
+    """PRIORITY, unknown types, empty DATA without END_STREAM, frames of streams that are over. A RST_STREAM that
+    crosses the end of its stream is free, once for each stream."""
     window_updates: tuple[float, float] = (1_000.0, 5_000.0)
-    """On top of `window_updates_per_frame` for each DATA frame sent."""
+    """On top of `window_updates_per_frame` for each DATA frame sent and two for each stream opened."""
     window_updates_per_frame: int = 4
 
 

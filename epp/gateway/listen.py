@@ -55,7 +55,7 @@ def parse_address(text: str) -> Address:
 
 
 def open_sockets(texts: Sequence[str]) -> list[tuple[Address, socket.socket]]:
-    """A bound, not yet listening socket for each address, port 0 resolved. All or none. Raises `AddressError`."""
+    """A listening socket for each address, port 0 resolved. All or none. Raises `AddressError`."""
     opened: list[tuple[Address, socket.socket]] = []
     try:
         for text in texts:
@@ -94,6 +94,7 @@ def _bind_tcp(address: Address) -> socket.socket:
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if everywhere else 1)
         sock.bind(where)
+        sock.listen(BACKLOG)  # here, since two sockets may bind one port with SO_REUSEADDR and only one may listen
     except BaseException:
         sock.close()
         raise
@@ -106,6 +107,7 @@ def _bind_unix(path: str) -> socket.socket:
     try:
         sock.bind(path)
         os.chmod(path, UNIX_SOCKET_MODE)  # before it listens, so nobody connects under other permissions
+        sock.listen(BACKLOG)
     except BaseException:
         sock.close()
         raise

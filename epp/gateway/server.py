@@ -16,7 +16,7 @@ import ctypes
 import logging
 import socket
 from collections.abc import Sequence
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from epp.gateway.grpc import GrpcConnection
 from epp.gateway.http2_frames import ErrorCode
@@ -68,16 +68,12 @@ class LeanServer:
         tune_malloc()
         server = cls(service, tls, limits)
         loop = asyncio.get_running_loop()
+        tls_options: dict[str, Any] = {}
+        if tls is not None:
+            tls_options = {"ssl": tls.context, "ssl_handshake_timeout": limits.handshake_s}
         for address, sock in open_sockets(addresses):
-            context = tls.context if tls is not None else None
-            if address.path:
-                started = await loop.create_unix_server(
-                    lambda: _Transport(server, loop), sock=sock, ssl=context, backlog=BACKLOG
-                )
-            else:
-                started = await loop.create_server(
-                    lambda: _Transport(server, loop), sock=sock, ssl=context, backlog=BACKLOG
-                )
+            listen = loop.create_unix_server if address.path else loop.create_server
+            started = await listen(lambda: _Transport(server, loop), sock=sock, backlog=BACKLOG, **tls_options)
             server._listening.append((address, sock, started))
         server.addresses = tuple(str(address) for address, _, _ in server._listening)
         server._ticker = loop.create_task(server._tick())
@@ -117,10 +113,13 @@ class LeanServer:
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(1.0)
-            if self._tls is not None:
-                self._tls.refresh()
-            for transport in list(self.open):
-                transport.tick(loop.time())
+            try:
+                if self._tls is not None:
+                    self._tls.refresh()
+                for transport in list(self.open):
+                    transport.tick(loop.time())
+            except Exception:
+                log.exception("a fault in the edge's timer; it goes on")
 
 
 class _Transport(asyncio.Protocol):
@@ -151,6 +150,7 @@ class _Transport(asyncio.Protocol):
         server.counters.connections += 1
         server.counters.connections_open += 1
         connected.set_write_buffer_limits(high=WRITE_HIGH, low=WRITE_HIGH // 4)
+        _keep_alive(connected.get_extra_info("socket"))
         self._flush()
 
     def data_received(self, data: bytes) -> None:
@@ -256,3 +256,13 @@ class _Transport(asyncio.Protocol):
         self._connection.expire(self._loop.time())
         self._flush()
         self._arm()
+
+
+def _keep_alive(sock: socket.socket | None) -> None:
+    """Notice within a minute that a peer's machine is gone: what it had in flight must be released."""
+    if sock is None or sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3)):
+        if hasattr(socket, name):  # Linux has all three
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

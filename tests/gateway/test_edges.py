@@ -134,6 +134,13 @@ def test_an_address_in_use_is_an_error_that_names_it(kind: Kind) -> None:
             pass
 
 
+def test_one_address_twice_is_an_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(AddressError, match=address), running("lean", [address, address]):
+        pass
+
+
 def test_two_hundred_streams_at_once_do_not_mix(server: Running) -> None:
     with grpc.insecure_channel(server.address, UNLIMITED) as channel:
         calls = [echo(channel)(iter([b"%d" % n, b"x" * n * 50]), timeout=30) for n in range(200)]

@@ -34,8 +34,8 @@ def flood(peer: Peer, frames: bytes, times: int) -> int:
         (f.goaway(0, ErrorCode.NO_ERROR), "idle_frame_flood", 2_000),
         (data(1, b""), "empty_frame_flood", 2_000),
         (f.frame(f.DATA, f.PADDED, 1, b"\x03\0\0\0"), "empty_frame_flood", 2_000),
-        (f.window_update(0, 1), "window_update_flood", 5_000),
-        (f.window_update(1, 1), "window_update_flood", 5_000),
+        (f.window_update(0, 1), "window_update_flood", 5_001),
+        (f.window_update(1, 1), "window_update_flood", 5_001),
     ],
 )
 def test_frames_that_do_nothing_are_a_flood_above_their_burst(frames: bytes, kind: str, burst: int) -> None:
@@ -203,6 +203,29 @@ def test_a_window_update_for_every_frame_of_answers_is_normal() -> None:
         peer.send(data(1, message(b"x")) + f.window_update(0, 6) + f.window_update(1, 6))
         peer.connection.take()
     assert not peer.connection.closing
+
+
+def test_resets_that_cross_the_end_of_their_stream_are_normal() -> None:
+    peer = Peer()
+    for stream in range(1, 20_001, 2):
+        peer.send(headers(stream) + data(stream, message(b"x"), end=True) + f.window_update(0, 6) + rst(stream))
+        peer.connection.take()
+    assert not peer.connection.closing
+    assert flood(peer, rst(1), 10_000) == 2_000
+
+
+def test_streams_of_all_connections_together_are_bounded() -> None:
+    peer = Peer(Limits(streams_in_all=3))
+    peer.counters.streams_open = 2  # of other connections
+    peer.send(headers(1) + headers(3))
+    assert peer.resets() == {3: ErrorCode.REFUSED_STREAM}
+
+
+def test_deadlines_of_calls_that_ended_are_forgotten() -> None:
+    peer = Peer()
+    for stream in range(1, 10_001, 2):
+        peer.send(headers(stream, fields(grpc_timeout="99H")) + data(stream, message(b"x")) + rst(stream))
+    assert len(peer.connection._deadlines) < 1_100
 
 
 def test_streams_closed_early_are_remembered_within_bounds() -> None:

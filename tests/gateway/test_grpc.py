@@ -192,6 +192,15 @@ def test_a_timeout_ends_the_rpc_with_deadline_exceeded() -> None:
     assert peer.ledger.closings == [1, 1, 0]
 
 
+def test_a_watch_opened_while_the_connection_drains_ends_at_once() -> None:
+    peer = Peer(watches=frozenset((ECHO,)))
+    peer.send(headers(1))
+    peer.connection.drain(0.0)
+    peer.send(headers(3))
+    assert peer.answer()[1]["grpc-status"] == "14"
+    assert peer.ledger.closings == [0, 1]
+
+
 def test_metadata_of_the_service_is_sent_with_every_answer() -> None:
     peer = Peer()
     peer.connection._response += f.literal(b"x-picker", b"kvsteer")

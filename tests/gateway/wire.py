@@ -77,12 +77,13 @@ class Peer:
         methods: dict[str, Callable[[Writer], Session]] | None = None,
         *,
         max_message_bytes: int = 64 << 20,
+        watches: frozenset[str] = frozenset(),
         greet: bool = True,
     ) -> None:
         self.ledger = Ledger()
         self.counters = EdgeCounters()
         self.wakes = 0
-        service = Service(methods or {ECHO: self.ledger.echo}, max_message_bytes=max_message_bytes)
+        service = Service(methods or {ECHO: self.ledger.echo}, max_message_bytes=max_message_bytes, watches=watches)
         self.connection = GrpcConnection(service, limits or Limits(), self.counters, 0.0, self._wake)
         self.decoder = Decoder()
         self.now = 0.0
