@@ -60,7 +60,7 @@ class Connection(Sender):
         self._lingering_floor = 0
         # draining
         self._drain_at: float | None = None
-        self._last_served: int | None = None
+        self._refusing = False  # the second GOAWAY is sent
         # abuse
         self._started_at = now
         self._wasted = Bucket(limits.wasted_streams, now)
@@ -150,7 +150,7 @@ class Connection(Sender):
     @property
     def draining(self) -> bool:
         """A graceful end has begun."""
-        return self._drain_at is not None or self._last_served is not None
+        return self._drain_at is not None or self._refusing
 
     def fail(self, code: ErrorCode, kind: str, text: str) -> None:
         """End the connection at once, for an error or not: GOAWAY, every stream closed, `closing` set."""
@@ -295,7 +295,7 @@ class Connection(Sender):
         self.last_id = stream_id
         limits = self.limits
         full = len(self.streams) >= limits.streams or self.counters.streams_open >= limits.streams_in_all
-        if full or self._last_served is not None:
+        if full or self._refusing:
             self._linger(stream_id, flags)
             self.reset(stream_id, ErrorCode.REFUSED_STREAM, "refused")
         elif head.malformed:
@@ -479,12 +479,12 @@ class Connection(Sender):
             stream.backlog = None
             self._unqueue(stream)
         self.on_closed(stream)
-        if not self.streams and (self._last_served is not None or self.peer_going_away):
+        if not self.streams and (self._refusing or self.peer_going_away):
             self.closing = True
 
     def _finish_goaway(self) -> None:
         self._drain_at = None
-        self._last_served = self.last_id
+        self._refusing = True
         self._out.append(f.goaway(self.last_id, ErrorCode.NO_ERROR))
         if not self.streams:
             self.closing = True

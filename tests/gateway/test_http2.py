@@ -45,6 +45,13 @@ def test_a_stream_ended_before_the_client_ended_it_is_followed_by_a_reset_withou
     assert peer.goaway == ErrorCode.STREAM_CLOSED
 
 
+def test_a_reset_ends_the_forbearance_for_a_stream_that_was_ended_early() -> None:
+    peer = Peer()
+    peer.send(headers(1) + data(1, message(b"!finish")) + rst(1))
+    peer.send(data(1, b"x"))
+    assert peer.goaway == ErrorCode.STREAM_CLOSED
+
+
 def test_padding_and_priority_are_skipped() -> None:
     peer = Peer()
     block = b"\x03" + b"\x00\x00\x00\x00\x10" + fields() + b"\0\0\0"
@@ -216,6 +223,21 @@ def test_answers_wait_for_the_streams_window_and_keep_their_order() -> None:
     assert peer.connection.backlog == 0
 
 
+def test_a_larger_initial_window_lets_waiting_answers_go() -> None:
+    peer = Peer()
+    peer.send(f.settings({Setting.INITIAL_WINDOW_SIZE: 0}), headers(1), data(1, message(b"x"), end=True))
+    assert peer.answer()[0] == []
+    peer.send(f.settings({Setting.INITIAL_WINDOW_SIZE: 100}))
+    assert peer.answer()[0] == [b"x"]
+
+
+def test_small_answers_use_up_the_connections_window() -> None:
+    peer = Peer()
+    peer.send(f.settings({Setting.INITIAL_WINDOW_SIZE: 1 << 20}), headers(1))
+    peer.send(*[data(1, message(bytes(995))) for _ in range(70)])
+    assert sum(len(x.payload) for x in peer.frames() if x.kind == f.DATA) == 65_535
+
+
 def test_a_window_made_smaller_below_zero_must_be_refilled_first() -> None:
     peer = Peer()
     peer.send(headers(1) + data(1, message(b"a" * 95)))  # 100 of 65,535 used
@@ -357,6 +379,17 @@ def test_bytes_one_by_one_give_what_one_read_gives() -> None:
 def test_any_cut_of_the_bytes_gives_what_one_read_gives(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(CONVERSATION)]
     assert _transcript([CONVERSATION[a:b] for a, b in pairwise(edges)]) == WHOLE
+
+
+def test_a_changed_size_of_the_header_table_is_never_taken_from_the_memo() -> None:
+    peer = Peer()
+    insert = b"\x40" + f.literal(b"content-type", b"application/grpc")[1:]
+    full, none = b"\x3f\xe1\x1f", b"\x20"  # size updates to 4,096 and to 0
+    for stream, block in enumerate((full + fields(), none + fields(), full + fields())):
+        peer.send(headers(2 * stream + 1, block, 5))
+    peer.send(headers(7, fields(content_type=None) + insert, 5) + headers(9, fields(content_type=None) + b"\xbe", 5))
+    assert len(peer.ledger.sessions) == 5
+    assert not peer.connection.closing
 
 
 def test_blocks_are_memoised_only_while_the_header_table_stays() -> None:
