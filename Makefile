@@ -19,7 +19,7 @@ $(STAMP): $(INPUTS)
 	@echo "==> Setting up $(VENV) (about a minute on a fresh machine)"
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvsteer needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; try: make PYTHON=python3.11 ...")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
 demo: $(STAMP) ## Real Envoy, kvsteer and four emulated workers on recorded agent sessions (KEEP=1 stays up)
@@ -35,7 +35,7 @@ $(VLLM_STAMP): tests/vllm/requirements.txt
 	@echo "==> Installing vLLM for the CPU into $(VLLM_VENV): 2.2 GB on disk, one to five minutes"
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 11) else "the pinned vLLM wheels need Python 3.11, this is " + sys.version.split()[0])'
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
-	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt
 	@touch $@
 
 check: lint types ## Lint, format check and strict types
