@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Protocol
 from uuid import uuid4
 
@@ -52,6 +53,8 @@ class Options:
 
     model_rewrites: Mapping[str, str] = field(default_factory=dict)
     """Model asked for -> model the worker is asked for; the header `x-gateway-model-name-rewrite` comes first."""
+    observe_responses: bool = False
+    """A second ext_proc filter shows responses (`kvsteer envoy-config --usage`): every request gets a key for it."""
     inject_usage: bool = False
     """Ask streaming workers for usage and hide the event that brings it from clients that did not ask."""
     retry_after_s: float = 1.0
@@ -70,10 +73,13 @@ class Flight:
 
     __slots__ = (
         "aborted",
+        "accounted",
         "decision",
         "endpoint",
         "first_token_at",
+        "key",
         "load",
+        "observed",
         "picked_at",
         "reader",
         "request",
@@ -104,6 +110,11 @@ class Flight:
         self.picked_at = now
         self.first_token_at: float | None = None
         self.reader: ResponseReader | None = None
+        self.key = ""
+        """`Steering.flight`; empty when responses are not observed."""
+        self.observed = False
+        """An observing stream shows the response and has not ended."""
+        self.accounted = False
         self.undoing: Undoing | None = None
         self.response_bytes = 0
         self.served = ""
@@ -152,6 +163,8 @@ class Director:
         self.metrics = metrics
         self.decisions = decisions
         self.options = options or Options()
+        self._keys = count(1)
+        self._observable: dict[str, Flight] = {}
         self.draining = False
         """True: every new request is answered with 503, so that its client goes elsewhere."""
         self.rates = TokenRates()
@@ -252,12 +265,18 @@ class Director:
         self.decisions.decided(decision)
         body, flight.undoing = self._rewrite(request, body)
         headers = {} if REQUEST_ID in request.headers else {REQUEST_ID: request.request_id}
+        key = ""
+        if self.options.observe_responses:
+            key = str(next(self._keys))
+            self._observable[key] = flight
+            flight.key = key
         steering = Steering(
             addresses=tuple(e.address for e in decision.endpoints),
             set_headers=headers,
             body=body,
             response_headers=scheduler.response_headers(request, decision, now),
             response_transform=flight.undoing,
+            flight=key,
         )
         return steering, flight
 
@@ -323,12 +342,34 @@ class Director:
             if flight.load is not None:
                 flight.load.first_token()
 
+    def observe(self, key: str) -> Flight | None:
+        """A stream that only shows begins: the request it shows, if it is one of ours and on its way."""
+        flight = self._observable.get(key)
+        if flight is None or flight.observed or flight.accounted:
+            self.metrics.reasons["observed-unknown-request"] += 1
+            return None
+        flight.observed = True
+        return flight
+
+    def observed(self, flight: Flight, *, complete: bool, now: float) -> None:
+        """The stream that showed the response is over. `complete`: its end was seen. Later calls do nothing."""
+        if flight.observed:
+            flight.observed = False
+            if complete or flight.load is None:
+                self.landed(flight, complete=complete, now=now)
+
     def landed(self, flight: Flight, *, complete: bool, now: float) -> None:
-        """The request is over. `complete`: its response's end was seen. Later calls do nothing."""
+        """The request is over. `complete`: its response's end was seen. Later calls do nothing.
+
+        The load is released now; an observed request is accounted for when the stream that shows its response ends.
+        """
         load, flight.load = flight.load, None
-        if load is None:
+        if load is not None:
+            load.release()
+            self._observable.pop(flight.key, None)
+        if flight.accounted or flight.observed:
             return
-        load.release()
+        flight.accounted = True
         outcome = self._outcome(flight, complete=complete, now=now)
         self._account(flight, outcome)
         flight.scheduler.finished(flight.request, flight.endpoint, outcome, now)

@@ -60,7 +60,18 @@ class Patience:
 class Exchange:
     """A `Session` (see `epp.gateway.session`): one HTTP request as Envoy tells it."""
 
-    __slots__ = ("_director", "_flight", "_head", "_patience", "_runtime", "_size", "_stream", "_timer", "_writer")
+    __slots__ = (
+        "_director",
+        "_flight",
+        "_head",
+        "_observing",
+        "_patience",
+        "_runtime",
+        "_size",
+        "_stream",
+        "_timer",
+        "_writer",
+    )
 
     def __init__(
         self, director: Director, runtime: Runtime, limits: Limits, patience: Patience, writer: Writer
@@ -71,6 +82,8 @@ class Exchange:
         self._writer = writer
         self._stream = ExtProcStream(limits)
         self._flight: Flight | None = None
+        self._observing = False
+        """This stream shows the response of a request that another stream answers."""
         self._head: RequestHead | None = None
         """Set while a decision is awaited."""
         self._size = 0
@@ -87,8 +100,7 @@ class Exchange:
     def closed(self) -> None:
         self._handle(self._stream.closed())
         self._settle()
-        if self._flight is not None:
-            self._director.landed(self._flight, complete=False, now=self._runtime.now())
+        self._over(complete=False)
 
     def _handle(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -102,15 +114,23 @@ class Exchange:
                     if self._flight is not None:
                         self._director.response_began(self._flight, event, self._runtime.now())
                 case ResponseDone():
-                    if self._flight is not None:
-                        self._director.landed(self._flight, complete=event.complete, now=self._runtime.now())
+                    self._over(complete=event.complete)
                 case RequestRejected():
                     self._director.metrics.reasons[event.rejection.reason] += 1
                 case ProtocolFault():
                     self._director.metrics.reasons["protocol-fault"] += 1
                     self._writer.finish(GrpcStatus.INVALID_ARGUMENT, event.reason)
 
+    def _over(self, *, complete: bool) -> None:
+        if self._flight is not None:
+            over = self._director.observed if self._observing else self._director.landed
+            over(self._flight, complete=complete, now=self._runtime.now())
+
     def _request(self, ready: RequestReady) -> None:
+        if ready.observing:
+            self._observing = True
+            self._flight = self._director.observe(ready.flight)
+            return
         head, body = ready.head, ready.body
         started = self._runtime.now()
         if body is None or len(body) <= self._patience.offload_bytes:

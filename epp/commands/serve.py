@@ -85,6 +85,12 @@ POSITIVE_SECONDS = click.FloatRange(min=0.01)
     help="Ask workers for TO when a client asks for FROM. Repeatable.",
 )
 @click.option(
+    "--observe-responses/--no-observe-responses",
+    default=False,
+    show_default=True,
+    help="Envoy shows responses by a second filter (`kvsteer envoy-config --usage`).",
+)
+@click.option(
     "--inject-usage/--no-inject-usage",
     default=False,
     show_default=True,
@@ -132,6 +138,7 @@ def command(
     max_request_bytes: int,
     decision_deadline: float,
     model_rewrite: tuple[str, ...],
+    observe_responses: bool,
     inject_usage: bool,
     decision_log: Path | None,
     decision_log_sample: float,
@@ -170,7 +177,9 @@ def command(
             scrape=ScrapeSettings(interval_s=scrape_interval, timeout_s=scrape_timeout),
             limits=Limits(max_request_bytes=max_request_bytes),
             patience=Patience(deadline_s=decision_deadline),
-            options=Options(model_rewrites=_rewrites(model_rewrite), inject_usage=inject_usage),
+            options=Options(
+                model_rewrites=_rewrites(model_rewrite), inject_usage=inject_usage, observe_responses=observe_responses
+            ),
             decision_log=LogFile(decision_log, sample=decision_log_sample) if decision_log else None,
             drain_delay_s=drain_delay,
             plugin_limits=PluginLimits(time_limit_s=plugin_time_limit),

@@ -215,6 +215,8 @@ class ExtProcStream:
         self._configured = True
         self._silent = frame.observability
         if frame.config is None:
+            if self._silent:  # Envoy 1.40 names no modes where it only shows; the body may come or not
+                self._request_mode, self._response_mode = BodyMode.NONE, BodyMode.STREAMED
             return
         request, response, self._eager_body = wire.read_config(message[slice(*frame.config)])
         try:
@@ -301,7 +303,10 @@ class ExtProcStream:
         head = RequestHead(self._fields.get(":method"), self._fields.get(":path"), self._fields, subset)
         size = self._claimed_size() if body is None and not self._size else self._size
         self._request, self._answer, self._open = _Request.DECIDE, answer, True
-        return (RequestReady(head, body, size),)
+        if not self._silent:
+            return (RequestReady(head, body, size),)
+        flight = wire.read_flight(self._metadata) if self._metadata is not None else ""
+        return (RequestReady(head, body, size, observing=True, flight=flight),)
 
     def _claimed_size(self) -> int:
         return _count(self._fields.get("content-length"))
@@ -321,8 +326,14 @@ class ExtProcStream:
         if self._answer is _Answer.TRAILERS:
             return [wire.trailers_reply(wire.REQUEST_TRAILERS, destination)]
         replace = steering.body if self._answer is _Answer.BODY else None
-        if not steering.set_headers and not steering.remove_headers and replace is None:
+        told = {} if self._response_mode is BodyMode.FULL_DUPLEX else dict(steering.response_headers)
+        if steering.flight:
+            told[wire.FLIGHT] = steering.flight
+        plain = not steering.set_headers and not steering.remove_headers and replace is None
+        if plain and not told:
             reply = wire.destination_reply(kind, destination)
+        elif plain:
+            reply = wire.steered_reply(kind, destination, wire.steering_mutation(destination), None, told)
         else:
             set_headers = dict(steering.set_headers)
             if destination:
@@ -330,7 +341,7 @@ class ExtProcStream:
             if replace is not None and len(replace) != self._size:
                 set_headers["content-length"] = str(len(replace))
             headers = wire.mutation(set_headers, (*wire.CONTROL_HEADERS, *steering.remove_headers))
-            reply = wire.steered_reply(kind, destination, headers, replace)
+            reply = wire.steered_reply(kind, destination, headers, replace, told)
         if self._answer is _Answer.HEADERS:
             return [reply + self._override()]
         if self._answer is _Answer.BODY:
@@ -431,9 +442,11 @@ class ExtProcStream:
 
     def _send_in_turn(self, *replies: bytes) -> None:
         """Send the replies to a later part of the request, after the decision's when that is still due."""
+        if self._silent:
+            return
         if self._request is _Request.DECIDE:
             self._deferred.extend(replies)
-        elif not self._silent:
+        else:
             self.outbox.extend(replies)
 
     def _stop(self) -> None:

@@ -65,7 +65,10 @@ class Steering:
     body: bytes | None = None
     """The body toward the worker; None: as it came. Only for a request whose body was seen."""
     response_headers: Mapping[str, str] = field(default_factory=dict)
-    """Response headers toward the client."""
+    """Response headers toward the client. Where the response may not be shown they are also told to Envoy as metadata
+    (`envoy.lb`), from which its configuration can set them."""
+    flight: str = ""
+    """The picker's own key of this request, given to Envoy as metadata; comes back in `RequestReady.flight`."""
     response_transform: ResponseTransform | None = None
 
     def __post_init__(self) -> None:
@@ -97,6 +100,10 @@ class RequestReady:
     """The whole body; None when this mode does not show it (or shows a part)."""
     size: int
     """Bytes of the body; when it is not shown, what `content-length` says, else 0."""
+    observing: bool = False
+    """Envoy only shows this stream (observability mode) and takes no answer."""
+    flight: str = ""
+    """On an observing stream: the `Steering.flight` of the request it shows; "" when the gateway does not tell."""
 
 
 @dataclass(frozen=True, slots=True)

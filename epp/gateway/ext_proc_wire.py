@@ -29,6 +29,7 @@ MAX_CHUNK: Final = 62_000
 DESTINATION: Final = "x-gateway-destination-endpoint"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SERVED: Final = "x-gateway-destination-endpoint-served"
+FLIGHT: Final = "x-kvsteer-flight"
 
 CONTROL_HEADERS: Final = (
     DESTINATION,
@@ -190,6 +191,12 @@ def read_served(serialised: bytes) -> str:
     return str(space.fields[SERVED].string_value).strip()
 
 
+def read_flight(serialised: bytes) -> str:
+    """The picker's own key of the request (`Steering.flight`) in a serialised Metadata; "" when there is none."""
+    space = _filter_metadata(serialised, "envoy.lb")
+    return str(space.fields[FLIGHT].string_value) if space is not None and FLIGHT in space.fields else ""
+
+
 def _canonical(entry: str) -> str:
     entry = entry.strip().lower()
     return entry[1:-1] if entry.startswith("[") and entry.endswith("]") else entry
@@ -279,14 +286,23 @@ def steering_mutation(destination: str) -> bytes:
     return mutation({DESTINATION: destination} if destination else {}, CONTROL_HEADERS)
 
 
+def lb_metadata(destination: str, told: Mapping[str, str]) -> bytes:
+    """The dynamic_metadata field: in namespace `envoy.lb` what the destination header says, and what else is `told`."""
+    fields = {**told, DESTINATION: destination} if destination else told
+    return _field(
+        8, _entry("envoy.lb", _field(5, b"".join(_entry(k, _field(3, v.encode())) for k, v in fields.items())))
+    )
+
+
+def _entry(key: str, value: bytes) -> bytes:
+    """An entry of a google.protobuf.Struct's map; `value` is a serialised Value."""
+    return _field(1, _field(1, key.encode()) + _field(2, value))
+
+
 @lru_cache(maxsize=4096)
 def destination_metadata(destination: str) -> bytes:
-    """The dynamic_metadata field that says in namespace `envoy.lb` what the destination header says."""
-    if not destination:
-        return b""
-    metadata = Struct()
-    metadata.update({"envoy.lb": {DESTINATION: destination}})
-    return _field(8, metadata.SerializeToString())
+    """`lb_metadata` with nothing else told."""
+    return lb_metadata(destination, {}) if destination else b""
 
 
 @lru_cache(maxsize=4096)
@@ -295,10 +311,13 @@ def destination_reply(kind: int, destination: str) -> bytes:
     return steered_reply(kind, destination, steering_mutation(destination), None)
 
 
-def steered_reply(kind: int, destination: str, headers: bytes, body: bytes | None) -> bytes:
+def steered_reply(
+    kind: int, destination: str, headers: bytes, body: bytes | None, told: Mapping[str, str] | None = None
+) -> bytes:
     """The reply to request headers or a buffered body; `headers` is a HeaderMutation, `body` replaces the body."""
     route = _CLEAR_ROUTE_CACHE if destination else b""
-    return common_reply(kind, headers, body, route) + destination_metadata(destination)
+    metadata = lb_metadata(destination, told) if told else destination_metadata(destination)
+    return common_reply(kind, headers, body, route) + metadata
 
 
 def common_reply(kind: int, headers: bytes, body: bytes | None, tail: bytes = b"") -> bytes:

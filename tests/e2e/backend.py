@@ -70,8 +70,8 @@ class Worker:
         method, path, _ = head[0].split(" ", 2)
         headers = _fields(head[1:])
         if "x-request-id" not in headers:  # not from Envoy: the picker looks how we are
-            body = self._metrics() if path == "/metrics" else "{}"
-            return await self._answer(writer, Reply(content_type="text/plain", body=body), {})
+            text = self._metrics() if path == "/metrics" else "{}"
+            return await self._answer(writer, Reply(content_type="text/plain", body=text), {})
         self.running += 1
         self.requests += 1
         self.most_running = max(self.most_running, self.running)

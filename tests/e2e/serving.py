@@ -105,6 +105,7 @@ async def running_stack(
     workers: int = 3,
     dead: tuple[str, ...] = (),
     tls: bool = False,
+    usage: bool = False,
     args: tuple[str, ...] = (),
 ) -> AsyncIterator[Stack]:
     """`workers` workers, a picker that knows them and the `dead` addresses, and Envoy before it."""
@@ -114,6 +115,7 @@ async def running_stack(
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsteer-")))
         listen = f"unix:{directory}/picker"
         args += ("--edge", edge, "--secure-serving" if tls else "--no-secure-serving")
+        args += ("--observe-responses",) if usage else ()
         picker = await stack.enter_async_context(running_picker(directory, listen, known, *args))
         options = defaults(
             Mode.SIDECAR,
@@ -122,6 +124,7 @@ async def running_stack(
             endpoints=tuple(map(HostPort.parse, known)) if listed else (),
             failure_mode=failure_mode,
             picker_tls=tls,
+            usage=usage,
         )
         envoy = await stack.enter_async_context(running_envoy(options, _show_metadata))
         connector = aiohttp.TCPConnector(limit=0)

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from epp.envoy_options import FailureMode, Profile
+from epp.envoy_options import Profile
 from tests.e2e.backend import echo
 from tests.e2e.envoy import until
 from tests.e2e.serving import Stack, running_stack
@@ -100,17 +100,3 @@ async def test_a_picker_that_stops_under_load_costs_no_request_its_answer(profil
                 with suppress(asyncio.CancelledError):
                     await task
         assert set(statuses) == {200}
-
-
-async def test_an_unlisted_pool_is_steered_by_the_picker_alone() -> None:
-    async with running_stack(Profile.GATEWAY, listed=False) as stack:
-        answers = await asyncio.gather(*(stack.ask(BODY) for _ in range(60)))
-        assert {a.status for a in answers} == {200}
-        assert {a.account["worker"] for a in answers} == {w.address for w in stack.workers}
-
-
-@pytest.mark.parametrize("edge", ["lean", "grpcio"])
-async def test_the_picker_is_reached_over_tls(edge: str) -> None:
-    async with running_stack(Profile.GATEWAY, edge, tls=True, failure_mode=FailureMode.CLOSED) as stack:
-        answers = await asyncio.gather(*(stack.ask(BODY) for _ in range(20)))
-        assert {a.status for a in answers} == {200}

@@ -1,0 +1,81 @@
+"""Set-ups that differ from the shipped defaults, behind the real Envoy: pools, TLS, usage, session affinity."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from epp.envoy_options import FailureMode, Profile
+from tests.e2e.backend import echo
+from tests.e2e.envoy import until
+from tests.e2e.serving import running_stack
+
+BODY = b'{"model":"m","prompt":"x"}'
+STREAM = b'{"model":"m","prompt":"x","stream":true}'
+EVENTS = """data: {"choices":[{"text":"a"}],"usage":null}
+
+data: {"choices":[],"usage":{"prompt_tokens":120,"completion_tokens":7,"prompt_tokens_details":{"cached_tokens":96}}}
+
+data: [DONE]
+
+"""
+AFFINITY = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: session-affinity-scorer
+- type: active-request-scorer
+- type: max-score-picker
+- type: single-profile-handler
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: session-affinity-scorer
+    weight: 10
+  - pluginRef: active-request-scorer
+    weight: 1
+  - pluginRef: max-score-picker
+"""
+
+
+@pytest.mark.parametrize("edge", ["lean", "grpcio"])
+async def test_the_picker_is_reached_over_tls(edge: str) -> None:
+    async with running_stack(Profile.GATEWAY, edge, tls=True, failure_mode=FailureMode.CLOSED) as stack:
+        answers = await asyncio.gather(*(stack.ask(BODY) for _ in range(20)))
+        assert {a.status for a in answers} == {200}
+
+
+async def test_an_unlisted_pool_is_steered_by_the_picker_alone() -> None:
+    async with running_stack(Profile.GATEWAY, listed=False) as stack:
+        answers = await asyncio.gather(*(stack.ask(BODY) for _ in range(60)))
+        assert {a.status for a in answers} == {200}
+        assert {a.account["worker"] for a in answers} == {w.address for w in stack.workers}
+
+
+@pytest.mark.parametrize("profile", Profile)
+async def test_a_session_stays_where_it_began_because_its_token_reaches_the_client(profile: Profile) -> None:
+    async with running_stack(profile, args=("--config-text", AFFINITY)) as stack:
+        firsts = [await stack.ask(BODY) for _ in range(6)]
+        for first in firsts:
+            token = first.headers["x-session-token"]
+            again = [await stack.ask(BODY, x_session_token=token) for _ in range(3)]
+            assert {a.account["worker"] for a in again} == {first.account["worker"]}
+            assert {a.headers["x-session-token"] for a in again} == {token}
+
+
+@pytest.mark.parametrize("usage", [False, True], ids=["unseen", "usage"])
+async def test_the_fast_profile_counts_tokens_where_responses_are_observed(usage: bool) -> None:
+    async with running_stack(Profile.FAST, usage=usage) as stack:
+        reply = echo(body=EVENTS, content_type="text/event-stream")
+        answers = await asyncio.gather(*(stack.ask(STREAM, **reply) for _ in range(30)))
+        assert {a.body.decode() for a in answers} == {EVENTS}
+        await stack.idle()
+
+        async def cached() -> dict[str, float]:
+            return await stack.picker.gauges("inference_objective_prompt_cached_tokens_sum")
+
+        if usage:
+            await until(cached, lambda samples: sum(samples.values()) == 30 * 96)
+        assert sum((await cached()).values()) == (30 * 96 if usage else 0)
+        assert sum((await stack.picker.gauges("inference_objective_request_total")).values()) == 30
