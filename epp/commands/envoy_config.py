@@ -40,7 +40,7 @@ from epp.envoy_options import FailureMode, HostPort, Mode, Profile, defaults, pa
     type=click.Choice([f.value for f in FailureMode]),
     help="Without the picker: any listed endpoint (open) or an error.  [default: open with --endpoints]",
 )
-@click.option("--usage", is_flag=True, help="fast only: show responses to the picker through an observing filter.")
+@click.option("--usage", is_flag=True, help="fast only: show responses to the picker (`serve --observe-responses`).")
 @click.option("--picker-tls", is_flag=True, help="TLS to the picker, verified only with --picker-ca.")
 @click.option("--picker-ca", metavar="FILE", default="", help="CA certificates for --picker-tls.")
 def command(

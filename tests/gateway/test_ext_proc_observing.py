@@ -13,8 +13,9 @@ def told(steering: Steering, mode: BodyMode, response_mode: BodyMode) -> dict[st
     """What Envoy gets to know in the namespace `envoy.lb`."""
     envoy = Peer(ExtProcStream(), mode, response_mode, decide=lambda _: steering)
     envoy.request(CHAT, [b"{}"])
-    (space,) = [reply.dynamic_metadata["envoy.lb"] for reply in envoy.replies if reply.HasField("dynamic_metadata")]
-    return {key: str(value) for key, value in space.items()}
+    (metadata,) = [reply.dynamic_metadata for reply in envoy.replies if reply.HasField("dynamic_metadata")]
+    fields = metadata.fields["envoy.lb"].struct_value.fields
+    return {key: value.string_value for key, value in fields.items()}
 
 
 def test_response_headers_are_told_as_metadata_where_the_response_may_not_be_shown() -> None:
@@ -47,6 +48,6 @@ def test_a_flight_told_on_one_stream_comes_back_on_the_stream_that_shows_it() ->
     (ready,) = [event for event in envoy.events if isinstance(event, RequestReady)]
     assert (ready.observing, ready.flight) == (True, "17")
     assert envoy.events[0] is ready
-    assert [event.data for event in envoy.events if isinstance(event, ResponseData)][0] == b"ab"
+    assert b"".join(event.data for event in envoy.events if isinstance(event, ResponseData)) == b"ab"
     assert envoy.events[-1] == ResponseDone(complete=True)
     assert envoy.replies == []
