@@ -1,21 +1,20 @@
-"""Time and memory of block keys, the approximate history and all scorers; prints JSON.
+"""Time and memory of block keys, the approximate history and all scorers.
 
-Run: `python -m bench.kv_micro`. Each time is the least of several rounds, in microseconds of one core. A *warm turn* is
-a prompt of 6,250 blocks that one endpoint holds but for its last 32 blocks, in a history where every endpoint holds 100
-such sessions of which the first 500 blocks are common to all.
+A *warm turn* is a prompt of 6,250 blocks that one endpoint holds but for its last 32 blocks, in a history where every
+endpoint holds 100 such sessions of which the first 500 blocks are common to all.
 """
 
 from __future__ import annotations
 
-import json
 import time
 import tracemalloc
-from collections.abc import Callable
 from random import Random
 
 import numpy as np
 
+from bench.timing import cpu_us
 from epp.endpoint import Candidates, Endpoint, Pool
+from epp.figures import Figure, figure
 from epp.kvcache.blocks import Keys, block_keys
 from epp.kvcache.history import History
 from epp.plugin import Handle, Scorer
@@ -26,32 +25,16 @@ COMMON, BLOCKS, NEW = 500, 6250, 32
 CAPACITY = 1 << 22
 
 
-def main() -> None:
+def figures() -> list[Figure]:
     text = np.random.default_rng(1).integers(32, 127, 400_000, dtype=np.uint8).tobytes()
-    figures: list[dict[str, object]] = [
-        _figure("block keys of 400 KB of text", _least(lambda: block_keys(text, 16, 7, limit=1 << 31)), "us")
-    ]
+    keys = cpu_us(lambda: block_keys(text, 16, 7, limit=1 << 31))
+    out = [figure("kv/block keys of 400 KB of text", keys, "us")]
     for endpoints in (64, 544):
         history, sessions = _history(endpoints)
-        figures.append(_figure(f"match, warm turn, {endpoints} endpoints", _match(history, sessions), "us"))
-        figures.append(_figure(f"match and insert, warm turn, {endpoints} endpoints", _turns(history, sessions), "us"))
-    figures.append(_figure("bytes per block and endpoint, 64 endpoints", _bytes_per_block(), "B"))
-    figures += [_figure(f"{name}, 544 endpoints", us, "us") for name, us in _scorers(544)]
-    print(json.dumps(figures, indent=1))
-
-
-def _figure(name: str, value: float, unit: str) -> dict[str, object]:
-    return {"name": name, "value": round(value, 2), "unit": unit}
-
-
-def _least(call: Callable[[], object], rounds: int = 40, inner: int = 10) -> float:
-    best = float("inf")
-    for _ in range(rounds):
-        started = time.perf_counter()
-        for _ in range(inner):
-            call()
-        best = min(best, (time.perf_counter() - started) / inner)
-    return best * 1e6
+        out.append(figure(f"kv/match, warm turn, {endpoints} endpoints", _match(history, sessions), "us"))
+        out.append(figure(f"kv/match and insert, warm turn, {endpoints} endpoints", _turns(history, sessions), "us"))
+    out.append(figure("kv/memory per block and endpoint, 64 endpoints", _bytes_per_block(), "B"))
+    return out + [figure(f"kv/{name}, 544 endpoints", us, "us") for name, us in _scorers(544)]
 
 
 def _session(number: int, length: int = BLOCKS) -> Keys:
@@ -72,7 +55,7 @@ def _history(endpoints: int, sessions: int = 100) -> tuple[History[int], list[in
 
 def _match(history: History[int], sessions: list[int]) -> float:
     keys = [_session(n, BLOCKS + NEW) for n in sessions]
-    return _least(lambda: [history.match(k) for k in keys], inner=1) / len(keys)
+    return cpu_us(lambda: [history.match(k) for k in keys]) / len(keys)
 
 
 def _turns(history: History[int], sessions: list[int]) -> float:
@@ -80,11 +63,11 @@ def _turns(history: History[int], sessions: list[int]) -> float:
     best = float("inf")
     for turn in range(1, 40):
         keys = [_session(n, BLOCKS + turn * NEW) for n in sessions]
-        started = time.perf_counter()
+        started = time.thread_time()
         for k in keys:
             matched = history.match(k)
             history.insert(max(matched, key=matched.__getitem__), k, CAPACITY)
-        best = min(best, (time.perf_counter() - started) / len(keys))
+        best = min(best, (time.thread_time() - started) / len(keys))
     return best * 1e6
 
 
@@ -117,13 +100,9 @@ def _scorers(count: int) -> list[tuple[str, float]]:
     for cls in default_registry().classes():
         if cls.type == "ttft-estimator":
             estimator = cls(cls.Parameters(), handle, cls.type)
-            timed.append((cls.type, _least(lambda e=estimator: e.produce(request, candidates))))  # type: ignore[misc]
+            timed.append((cls.type, cpu_us(lambda e=estimator: e.produce(request, candidates))))  # type: ignore[misc]
     for cls in default_registry().classes():
         if issubclass(cls, Scorer):
             scorer = cls(cls.Parameters(), handle, cls.type)
-            timed.append((cls.type, _least(lambda s=scorer: s.score(request, candidates))))  # type: ignore[misc]
+            timed.append((cls.type, cpu_us(lambda s=scorer: s.score(request, candidates))))  # type: ignore[misc]
     return timed
-
-
-if __name__ == "__main__":
-    main()

@@ -19,10 +19,11 @@ from rich.table import Table
 
 from epp.config import default_text
 from epp.demo.agents import Load, Reply, replay
-from epp.demo.figures import Summary, compare, summarise, write
+from epp.demo.figures import Summary, compare, summarise
 from epp.demo.sessions import Session, load
 from epp.demo.stack import Ports, Stack, StackError, Workers, running_stack
 from epp.explain import explain
+from epp.figures import write
 
 MODEL = "demo"
 WORKERS = Workers(model=MODEL, blocks=12_288, block_size=16, speed=4.0, stream_interval=8)

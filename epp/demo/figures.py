@@ -1,19 +1,16 @@
-"""Figures of a replay and the JSON in which the demo and the benchmarks leave theirs.
+"""Figures of a replay.
 
-In: replies. Out: a `Summary`; `figure` and `write` make the common form `{"name", "value", "unit", "ratio", "to"}`, so
-that anyone can compare runs.
+In: replies. Out: a `Summary` of one policy; two of them compared, in the common form of `epp.figures`.
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from epp.demo.agents import Reply
+from epp.figures import Figure, figure, percentile
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +42,7 @@ def summarise(policy: str, replies: Sequence[Reply]) -> Summary:
     )
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all do not exceed; 0 of none."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * share // 1).__int__() - 1)] if ordered else 0.0
-
-
-def figure(name: str, value: float, unit: str, *, ratio: float | None = None, to: str = "") -> dict[str, Any]:
-    """One measured figure; `ratio` is value over the figure named `to`."""
-    return {"name": name, "value": value, "unit": unit, "ratio": ratio, "to": to or None}
-
-
-def compare(new: Summary, base: Summary) -> list[dict[str, Any]]:
+def compare(new: Summary, base: Summary) -> list[Figure]:
     """All figures of two replays, the new one's with their ratio to the base."""
     out = []
     for summary in (base, new):
@@ -79,9 +65,3 @@ def compare(new: Summary, base: Summary) -> list[dict[str, Any]]:
             )
         out.extend(figure(f"{summary.policy}/requests/{w}", n, "requests") for w, n in summary.per_worker.items())
     return out
-
-
-def write(path: Path, figures: Sequence[dict[str, Any]]) -> None:
-    """Leave figures at `path`, making its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(list(figures), indent=1) + "\n")

@@ -115,7 +115,7 @@ async def running_stack(ports: Ports, workers: Workers, config: str) -> AsyncIte
     check_ports(ports)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvsteer-demo-")))
-        children = _Children(stack, folder)
+        children = Children(stack, folder)
         emulated = await children.start("workers", *_emulate(ports, workers))
         for port in ports.workers:
             await children.answers(emulated, f"http://127.0.0.1:{port}/health")
@@ -164,7 +164,7 @@ async def _envoy_config(ports: Ports) -> str:
     return await asyncio.to_thread(render, options)
 
 
-class _Children:
+class Children:
     """Child processes, each with a log file; the exit stack ends them, the youngest first."""
 
     def __init__(self, stack: AsyncExitStack, folder: Path) -> None:

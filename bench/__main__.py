@@ -1,0 +1,75 @@
+"""`python -m bench`: everything that is measured, as a table and as JSON.
+
+In: how much (`--quick`, `--only`). Out: progress on stderr, one table on stdout, figures in the file `--out`. Takes
+about four minutes, a minute with `--quick`. docs/performance.md says what each figure means.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import click
+import uvloop
+from rich.console import Console
+
+from bench import api_micro, end_to_end, exchange_micro, ext_proc_micro, kv_micro, scheduler_micro
+from bench.load import LoadError
+from bench.table import tables
+from bench.targets import judged
+from epp.demo.stack import StackError
+from epp.figures import Figure, write
+
+MICRO = {
+    "ext_proc": ext_proc_micro.figures,
+    "api": api_micro.figures,
+    "scheduler": scheduler_micro.figures,
+    "kv": kv_micro.figures,
+    "exchange": exchange_micro.figures,
+}
+"""Measured inside this process, cheapest first."""
+END_TO_END = "end_to_end"
+
+
+@click.command()
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), default=Path("build/bench.json"), show_default=True
+)
+@click.option("--quick", is_flag=True, help="Fewer and shorter rounds: figures are rougher.")
+@click.option(
+    "--only",
+    type=click.Choice(["micro", END_TO_END, *MICRO]),
+    multiple=True,
+    help="Measure this part alone; may be given again.",
+)
+def main(out: Path, quick: bool, only: tuple[str, ...]) -> None:
+    """Measure kvsteer: CPU per request beside a C++ ext_proc server, and the parts by themselves."""
+    begin = time.monotonic()
+
+    def say(text: str) -> None:
+        click.echo(f"{time.monotonic() - begin:6.1f} s  {text}", err=True)
+
+    wanted = set(only) or {"micro", END_TO_END}
+    figures: list[Figure] = []
+    for name, measure in MICRO.items():
+        if wanted & {"micro", name}:
+            say(name)
+            figures += measure()
+    if END_TO_END in wanted:
+        rounds, seconds = (1, 0.4) if quick else (5, 0.6)
+        try:
+            figures += uvloop.run(end_to_end.measure(say, rounds=rounds, seconds=seconds, idle_seconds=2 * seconds + 1))
+        except (StackError, LoadError) as error:
+            click.echo(f"bench: {error}", err=True)
+            sys.exit(1)
+    figures = judged(figures)
+    write(out, figures)
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    for made in tables(figures):
+        console.print(made)
+    say(f"figures are in {out}")
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m bench")
