@@ -3,7 +3,7 @@
 In: a request's head and body (from the ext_proc exchange), what its response shows, and the moment it is over. Out: a
 `Steering` or a `Rejection`, counts on the very endpoint that was picked, hooks of plugins, metrics, the decision.
 
-    admit -> read -> candidates -> schedule -> count load -> steer -> (response: first token, usage) -> release, learn
+    read -> candidates -> schedule -> count load -> steer -> (response: first token, usage) -> release, learn
 
 A `Flight` is one request on its way. It is released exactly once, on every path: end, abort, reset, error, drain.
 Nothing here does I/O or reads a clock; `now` is the picker's monotonic clock in seconds.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Protocol
 from uuid import uuid4
@@ -23,14 +23,14 @@ from epp.api.requests import LOAD_ONLY, parse_request
 from epp.api.responses import ResponseReader
 from epp.api.rewriting import Renaming, Rewriter, response_rewriter
 from epp.api.splice import include_usage, rewrite_model
-from epp.decision import Decision, Estimate
-from epp.endpoint import Candidates, Endpoint, Load, Pool
+from epp.decision import Decision
+from epp.endpoint import Endpoint, Load, Pool
 from epp.gateway.errors import Rejection, bad_request, too_many_requests, unavailable
-from epp.gateway.ext_proc_events import ResponseHead, Steering
+from epp.gateway.ext_proc_events import ResponseHead, Steering, settable
 from epp.observe.metrics import Metrics, ModelStats
 from epp.plugin import Outcome
-from epp.request import Api, Headers, InferenceRequest, RequestHead
-from epp.scheduler import Scheduler, Unschedulable
+from epp.request import BYTES_PER_TOKEN, Api, Headers, InferenceRequest, RequestHead
+from epp.scheduler import NO_CANDIDATES, Scheduler, Unschedulable
 from epp.signals.health import Health
 from epp.token_rate import TokenRates
 
@@ -41,6 +41,11 @@ MODEL_REWRITE = "x-gateway-model-name-rewrite"
 """Request header that names the model to ask the worker for (set by a client or an earlier filter)."""
 
 MAX_REQUEST_ID = 128
+
+NOT_SHOWN = "body-not-shown"
+"""The gateway keeps bodies to itself, or this one has no end: a request is steered by load alone."""
+READING_FAILED = "reading-failed"
+DECISION_DEADLINE = "decision-deadline"
 
 _NOT_JSON = (Api.GRPC_GENERATE, Api.GRPC_EMBED)
 _USAGE_ON_REQUEST = (Api.COMPLETIONS, Api.CHAT)
@@ -72,7 +77,6 @@ class Flight:
     """One request that was steered and has not ended."""
 
     __slots__ = (
-        "aborted",
         "accounted",
         "decision",
         "endpoint",
@@ -105,6 +109,7 @@ class Flight:
         """The one that picked; a reload may have put another in force since."""
         self.decision = decision
         self.load: Load | None = load
+        """None once it has landed."""
         self.endpoint = load.endpoint
         self.stats = stats
         self.picked_at = now
@@ -163,16 +168,18 @@ class Director:
         self.metrics = metrics
         self.decisions = decisions
         self.options = options or Options()
-        self._keys = count(1)
-        self._observable: dict[str, Flight] = {}
-        self.draining = False
-        """True: every new request is answered with 503, so that its client goes elsewhere."""
         self.rates = TokenRates()
         self._wall = wall
+        self._keys = count(1)
+        self._observable: dict[str, Flight] = {}
 
     # Reading
 
-    def read(self, head: RequestHead, body: bytes | None) -> InferenceRequest:
+    def must_read(self, head: RequestHead) -> bool:
+        """Whether a request cannot go out unread: its model may have to be rewritten."""
+        return bool(self.options.model_rewrites) or MODEL_REWRITE in head.headers
+
+    def read(self, head: RequestHead, body: bytes) -> InferenceRequest:
         """Read a request; may be called off the event loop. Raises BadRequest."""
         request = parse_request(head, body, _request_id(head))
         if request.model:
@@ -181,107 +188,123 @@ class Director:
         self.rates.estimate(request)
         return request
 
-    def refuse(self, fault: BadRequest, head: RequestHead) -> Rejection:
+    def unread(self, head: RequestHead, size: int, reason: str) -> InferenceRequest:
+        """A request of which only the head is known: it goes by load, weighing its bytes at the assumed rate."""
+        return InferenceRequest(
+            request_id=_request_id(head),
+            api=Api.OTHER,
+            headers=head.headers,
+            subset=head.subset,
+            body_bytes=size,
+            prompt_tokens=size // BYTES_PER_TOKEN,
+            attributes={LOAD_ONLY: reason},
+        )
+
+    def refuse(self, fault: BadRequest) -> Rejection:
         """The answer to a body that cannot be read."""
-        del head
         self.metrics.reasons["bad-request"] += 1
         return bad_request(fault.path, fault.reason)
 
+    def note_unreadable(self, error: BaseException) -> None:
+        """Reading failed in a way that no body should bring about."""
+        if not self.metrics.reasons[READING_FAILED]:
+            log.error("a request could not be read (said once); it is steered by load", exc_info=error)
+
     # Deciding
 
-    def decide(self, request: InferenceRequest, body: bytes | None, now: float) -> tuple[Steering, Flight] | Rejection:
-        """Pick an endpoint for a request that was read, and count it there before the next decision is made."""
-        candidates = self._candidates(request, now)
-        if isinstance(candidates, Rejection):
-            return candidates
+    def decide(
+        self,
+        request: InferenceRequest,
+        body: bytes | None,
+        now: float,
+        *,
+        response_shown: bool = True,
+        reason: str = "",
+    ) -> tuple[Steering, Flight] | Rejection:
+        """Pick an endpoint, and count the request there before the next decision is made.
+
+        `reason`: why the decision is a lesser one; goes into it.
+        """
         scheduler = self.scheduler()
         try:
-            decision = scheduler.schedule(request, candidates, at=self._wall())
+            decision = scheduler.schedule(request, self.pool.candidates(now, request.subset), at=self._wall())
         except Unschedulable as left:
-            self.metrics.attempts["failure"] += 1
-            self.metrics.reasons[left.reason] += 1
-            self.decisions.decided(left.decision)
-            self.decisions.finished(left.decision)
-            return too_many_requests(
-                "rejected-saturated",
-                "every endpoint is filtered out for this request",
-                retry_after_s=self.options.retry_after_s,
-            )
+            return self._unschedulable(request, left)
         self.metrics.attempts["success"] += 1
-        return self._take_off(request, decision, scheduler, body, now)
-
-    def decide_late(self, head: RequestHead, size: int, reason: str, now: float) -> tuple[Steering, Flight] | Rejection:
-        """Pick by own counts alone because the decision took too long; `reason` goes into the decision.
-
-        The request was not read, so it weighs on its endpoint by its size in bytes over four.
-        """
-        request = InferenceRequest(
-            request_id=_request_id(head), api=Api.OTHER, headers=head.headers, subset=head.subset, body_bytes=size
+        if reason:
+            decision = replace(decision, reasons=(reason, *decision.reasons))
+        # What may raise comes before the load is counted: from then on only the flight's landing takes it back.
+        body, undoing = self._rewrite(request, body, response_shown)
+        key = str(next(self._keys)) if self.options.observe_responses else ""
+        steering = Steering(
+            addresses=tuple(e.address for e in decision.endpoints),
+            set_headers={} if REQUEST_ID in request.headers else {REQUEST_ID: request.request_id},
+            body=body,
+            response_headers=self._response_headers(scheduler, request, decision, now),
+            response_transform=undoing,
+            flight=key,
         )
-        candidates = self._candidates(request, now)
-        if isinstance(candidates, Rejection):
-            return candidates
-        endpoint = min(candidates, key=lambda e: e.in_flight)
-        decision = Decision(
-            request_id=request.request_id,
-            model="",
-            api=request.api,
-            at=self._wall(),
-            endpoints=(endpoint,),
-            profiles=(),
-            estimate=Estimate(prompt_tokens=size // 4, cached_tokens=0),
-            reasons=(reason,),
-        )
-        return self._take_off(request, decision, self.scheduler(), None, now)
+        flight = self._take_off(request, decision, scheduler, now)
+        flight.undoing = undoing
+        if key:
+            flight.key = key
+            self._observable[key] = flight
+        return steering, flight
 
-    def _candidates(self, request: InferenceRequest, now: float) -> Candidates | Rejection:
+    def _unschedulable(self, request: InferenceRequest, left: Unschedulable) -> Rejection:
+        self.decisions.decided(left.decision)
+        self.decisions.finished(left.decision)
+        self.metrics.attempts["failure"] += 1
         retry = self.options.retry_after_s
-        if self.draining:
-            self.metrics.reasons["draining"] += 1
-            return unavailable("draining", "this picker is shutting down", retry_after_s=retry)
-        candidates = self.pool.candidates(now, request.subset)
-        if not len(candidates):
-            reason = "no-endpoint" if request.subset is None else "no-endpoint-in-subset"
+        if left.reason == NO_CANDIDATES:
+            reason, where = "no-endpoint", "in the pool"
+            if request.subset is not None:
+                reason, where = "no-endpoint-in-subset", "among those the gateway allows"
             self.metrics.reasons[reason] += 1
-            where = "in the pool" if request.subset is None else "among those the gateway allows"
             return unavailable(reason, f"no endpoint {where} is ready", retry_after_s=retry)
-        return candidates
+        self.metrics.reasons[left.reason] += 1
+        message = "every endpoint is filtered out for this request"
+        return too_many_requests("rejected-saturated", message, retry_after_s=retry)
 
     def _take_off(
-        self, request: InferenceRequest, decision: Decision, scheduler: Scheduler, body: bytes | None, now: float
-    ) -> tuple[Steering, Flight]:
-        estimate = decision.estimate
-        endpoint = decision.endpoints[0]
-        load = endpoint.acquire(max(0, estimate.prompt_tokens - estimate.cached_tokens), now)
-        self.health.picked(endpoint, now)
+        self,
+        request: InferenceRequest,
+        decision: Decision,
+        scheduler: Scheduler,
+        now: float,
+    ) -> Flight:
         stats = self.metrics.model(request.model, request.target_model)
         stats.requests += 1
         stats.running += 1
         stats.request_bytes.observe(request.body_bytes)
-        for reason in decision.reasons:
-            self.metrics.reasons[reason] += 1
-        flight = Flight(request, decision, scheduler, load, stats, now)
+        self.metrics.reasons.update(decision.reasons)
+        endpoint = decision.endpoints[0]
+        flight = Flight(request, decision, scheduler, endpoint.acquire(_weight(decision), now), stats, now)
+        self.health.picked(endpoint, now)
         scheduler.picked(request, decision, now)
         self.decisions.decided(decision)
-        body, flight.undoing = self._rewrite(request, body)
-        headers = {} if REQUEST_ID in request.headers else {REQUEST_ID: request.request_id}
-        key = ""
-        if self.options.observe_responses:
-            key = str(next(self._keys))
-            self._observable[key] = flight
-            flight.key = key
-        steering = Steering(
-            addresses=tuple(e.address for e in decision.endpoints),
-            set_headers=headers,
-            body=body,
-            response_headers=scheduler.response_headers(request, decision, now),
-            response_transform=flight.undoing,
-            flight=key,
-        )
-        return steering, flight
+        return flight
 
-    def _rewrite(self, request: InferenceRequest, body: bytes | None) -> tuple[bytes | None, Undoing | None]:
-        """The body toward the worker (None: as it came) and what undoes the change in the response."""
+    def _response_headers(
+        self, scheduler: Scheduler, request: InferenceRequest, decision: Decision, now: float
+    ) -> dict[str, str]:
+        """What plugins add for the client, without what must not be set: a plugin's fault costs only its header."""
+        headers = scheduler.response_headers(request, decision, now)
+        refused = [name for name, value in headers.items() if not settable(name, value)]
+        for name in refused:
+            del headers[name]
+            if not self.metrics.reasons["response-header-refused"]:
+                log.warning("a plugin's response header %r cannot be set (said once)", name)
+            self.metrics.reasons["response-header-refused"] += 1
+        return headers
+
+    def _rewrite(
+        self, request: InferenceRequest, body: bytes | None, response_shown: bool
+    ) -> tuple[bytes | None, Undoing | None]:
+        """The body toward the worker (None: as it came) and what undoes the change in the response.
+
+        Usage is asked for only where the response is shown: elsewhere it could not be hidden from the client.
+        """
         if body is None or not request.model or request.api in _NOT_JSON or _is_untouchable(request):
             return None, None
         changed: bytes | None = None
@@ -290,7 +313,7 @@ class Director:
             renaming = Renaming(target=request.target_model, client=request.model)
             changed = rewrite_model(body, request.target_model)
         hide = False
-        if self.options.inject_usage and request.stream and request.api in _USAGE_ON_REQUEST:
+        if self.options.inject_usage and response_shown and request.stream and request.api in _USAGE_ON_REQUEST:
             injected = include_usage(changed or body)
             hide = injected is not None
             changed = injected or changed
@@ -303,13 +326,14 @@ class Director:
     def response_began(self, flight: Flight, head: ResponseHead, now: float) -> None:
         """The response's head is here: who served, how it went."""
         flight.status = head.status
+        flight.served = head.served
         if head.served and head.served != flight.endpoint.address:
             self._served_elsewhere(flight, head.served, now)
-        elif head.status >= 500:
-            self.health.failed(flight.endpoint, now, f"status {head.status}", flight.picked_at)
-        else:
-            self.health.succeeded(flight.endpoint, now, flight.picked_at)
-        flight.served = head.served
+        if head.served in ("", flight.endpoint.address):
+            if head.status >= 500:
+                self.health.failed(flight.endpoint, now, f"status {head.status}", flight.picked_at)
+            else:
+                self.health.succeeded(flight.endpoint, now, flight.picked_at)
         if flight.undoing is not None:
             flight.undoing.begin(head.headers)
         fields = head.headers
@@ -324,10 +348,8 @@ class Director:
         other = self.pool.by_address.get(served)
         if other is None or flight.load is None:
             return
-        self.health.succeeded(other, now)
         flight.load.release()
-        estimate = flight.decision.estimate
-        flight.load = other.acquire(max(0, estimate.prompt_tokens - estimate.cached_tokens), now)
+        flight.load = other.acquire(_weight(flight.decision), now)
         flight.endpoint = other
 
     def response_data(self, flight: Flight, data: bytes, now: float) -> None:
@@ -376,9 +398,9 @@ class Director:
         self.decisions.finished(flight.decision, outcome)
 
     def _outcome(self, flight: Flight, *, complete: bool, now: float) -> Outcome:
-        usage = flight.reader.finish() if flight.reader is not None else None
-        # Of an answer that comes in one piece the first byte tells when the last token was made, not the first.
-        first = flight.first_token_at if flight.request.stream else None
+        reader = flight.reader
+        usage = reader.finish() if reader is not None else None
+        first = flight.first_token_at if flight.request.stream and reader is not None and reader.streamed else None
         return Outcome(
             status=flight.status,
             first_token_s=None if first is None else first - flight.picked_at,
@@ -422,6 +444,11 @@ class Director:
         scheduler = self.scheduler()
         for endpoint in endpoints:
             scheduler.removed(endpoint, now)
+
+
+def _weight(decision: Decision) -> int:
+    """Prompt tokens to be computed, as expected."""
+    return max(0, decision.estimate.prompt_tokens - decision.estimate.cached_tokens)
 
 
 def _is_untouchable(request: InferenceRequest) -> bool:

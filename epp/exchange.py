@@ -7,12 +7,13 @@ holds a request): when it passes, the request goes where own counts say, with it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from epp.api.errors import BadRequest
-from epp.director import Director, Flight
+from epp.director import DECISION_DEADLINE, NOT_SHOWN, READING_FAILED, Director, Flight
 from epp.gateway.errors import Rejection
 from epp.gateway.ext_proc import ExtProcStream
 from epp.gateway.ext_proc_events import (
@@ -24,10 +25,11 @@ from epp.gateway.ext_proc_events import (
     ResponseData,
     ResponseDone,
     ResponseHead,
-    Steering,
 )
 from epp.gateway.session import GrpcStatus, Writer
-from epp.request import InferenceRequest, RequestHead
+from epp.request import InferenceRequest
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -55,19 +57,19 @@ class Patience:
     offload_bytes: int = 1 << 20
     """Bodies above this are read in a thread: 1 MiB takes 0.3 ms, and other streams should not wait longer."""
     deadline_s: float = 0.25
+    """Ends the wait for a body's reading, unless its model may have to be rewritten."""
 
 
 class Exchange:
     """A `Session` (see `epp.gateway.session`): one HTTP request as Envoy tells it."""
 
     __slots__ = (
+        "_awaited",
         "_director",
         "_flight",
-        "_head",
         "_observing",
         "_patience",
         "_runtime",
-        "_size",
         "_stream",
         "_timer",
         "_writer",
@@ -84,99 +86,129 @@ class Exchange:
         self._flight: Flight | None = None
         self._observing = False
         """This stream shows the response of a request that another stream answers."""
-        self._head: RequestHead | None = None
-        """Set while a decision is awaited."""
-        self._size = 0
+        self._awaited: _Awaited | None = None
         self._timer: Timer | None = None
 
     def receive(self, message: bytes) -> Sequence[bytes]:
-        self._handle(self._stream.receive(message))
+        for event in self._stream.receive(message):
+            self._handle(event)
         return self._stream.take()
 
     def half_closed(self) -> bool:
-        self._handle(self._stream.half_closed())
-        return self._head is None
+        self._end()
+        return True
 
     def closed(self) -> None:
-        self._handle(self._stream.closed())
+        self._end()
+
+    def _end(self) -> None:
         self._settle()
-        self._over(complete=False)
+        for event in self._stream.closed():
+            self._handle(event)
 
-    def _handle(self, events: Sequence[Event]) -> None:
-        for event in events:
-            match event:
-                case ResponseData():
-                    if self._flight is not None:
-                        self._director.response_data(self._flight, event.data, self._runtime.now())
-                case RequestReady():
+    def _handle(self, event: Event) -> None:
+        director, flight = self._director, self._flight
+        match event:
+            case ResponseData():
+                if flight is not None:
+                    director.response_data(flight, event.data, self._runtime.now())
+            case RequestReady():
+                if event.observing:
+                    self._observing = True
+                    self._flight = director.observe(event.flight)
+                else:
                     self._request(event)
-                case ResponseHead():
-                    if self._flight is not None:
-                        self._director.response_began(self._flight, event, self._runtime.now())
-                case ResponseDone():
-                    self._over(complete=event.complete)
-                case RequestRejected():
-                    self._director.metrics.reasons[event.rejection.reason] += 1
-                case ProtocolFault():
-                    self._director.metrics.reasons["protocol-fault"] += 1
-                    self._writer.finish(GrpcStatus.INVALID_ARGUMENT, event.reason)
-
-    def _over(self, *, complete: bool) -> None:
-        if self._flight is not None:
-            over = self._director.observed if self._observing else self._director.landed
-            over(self._flight, complete=complete, now=self._runtime.now())
+            case ResponseHead():
+                self._settle()  # Envoy answers by itself what still waits for a decision
+                if flight is not None:
+                    director.response_began(flight, event, self._runtime.now())
+            case ResponseDone():
+                if flight is not None:
+                    over = director.observed if self._observing else director.landed
+                    over(flight, complete=event.complete, now=self._runtime.now())
+            case RequestRejected():
+                director.metrics.reasons[event.rejection.reason] += 1
+            case ProtocolFault():
+                director.metrics.reasons["protocol-fault"] += 1
+                self._writer.finish(GrpcStatus.INVALID_ARGUMENT, event.reason)
+                self._end()
 
     def _request(self, ready: RequestReady) -> None:
-        if ready.observing:
-            self._observing = True
-            self._flight = self._director.observe(ready.flight)
-            return
-        head, body = ready.head, ready.body
         started = self._runtime.now()
-        if body is None or len(body) <= self._patience.offload_bytes:
-            try:
-                request = self._director.read(head, body)
-            except BadRequest as fault:
-                self._stream.reject(self._director.refuse(fault, head))
-                return
-            self._answer(self._director.decide(request, body, self._runtime.now()), started)
-            return
-        self._head, self._size = head, ready.size
-        self._timer = self._runtime.call_later(self._patience.deadline_s, lambda: self._late(started))
-        self._runtime.offload(lambda: self._director.read(head, body), lambda result: self._read(result, body, started))
-
-    def _read(self, result: InferenceRequest | BaseException, body: bytes, started: float) -> None:
-        """A big body was read in a thread; the stream may be gone or answered by now."""
-        head = self._head
-        if head is None:
-            return
-        self._settle()
-        if isinstance(result, BadRequest):
-            self._stream.reject(self._director.refuse(result, head))
-        elif isinstance(result, BaseException):
-            self._answer(self._director.decide_late(head, self._size, "reading-failed", self._runtime.now()), started)
+        head, body, director = ready.head, ready.body, self._director
+        if body is None:
+            self._decide(director.unread(head, ready.size, NOT_SHOWN), ready, started, NOT_SHOWN)
+        elif len(body) <= self._patience.offload_bytes:
+            self._decide_read(_caught(lambda: director.read(head, body)), ready, started)
         else:
-            self._answer(self._director.decide(result, body, self._runtime.now()), started)
-        self._writer.send(self._stream.take())
+            awaited = self._awaited = _Awaited(ready, started)
+            if not director.must_read(head):
+                self._timer = self._runtime.call_later(self._patience.deadline_s, self._late)
+            self._runtime.offload(lambda: director.read(head, body), lambda result: self._read(awaited, result))
 
-    def _late(self, started: float) -> None:
-        head = self._head
-        if head is None:
-            return
+    def _read(self, awaited: _Awaited, result: InferenceRequest | BaseException) -> None:
+        """A big body was read in a thread; the stream may be gone or answered by now."""
+        if self._awaited is awaited:
+            self._answer_later(lambda: self._decide_read(result, awaited.ready, awaited.started))
+
+    def _late(self) -> None:
+        awaited = self._awaited
+        if awaited is not None:
+            ready = awaited.ready
+            request = self._director.unread(ready.head, ready.size, DECISION_DEADLINE)
+            self._answer_later(lambda: self._decide(request, ready, awaited.started, DECISION_DEADLINE))
+
+    def _answer_later(self, answer: Callable[[], None]) -> None:
+        """Outside `receive`, where the edge cannot see a failure: it ends the RPC all the same."""
         self._settle()
-        self._answer(self._director.decide_late(head, self._size, "decision-deadline", self._runtime.now()), started)
-        self._writer.send(self._stream.take())
+        try:
+            answer()
+        except Exception:
+            log.exception("a decision failed; its RPC ends with INTERNAL")
+            self._writer.finish(GrpcStatus.INTERNAL, "internal error")
+        else:
+            self._writer.send(self._stream.take())
 
     def _settle(self) -> None:
-        self._head = None
+        """No decision is awaited any more."""
+        self._awaited = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _answer(self, answer: tuple[Steering, Flight] | Rejection, started: float) -> None:
+    def _decide_read(self, result: InferenceRequest | BaseException, ready: RequestReady, started: float) -> None:
+        director = self._director
+        if isinstance(result, BadRequest):
+            self._stream.reject(director.refuse(result))
+        elif isinstance(result, BaseException):
+            director.note_unreadable(result)
+            self._decide(director.unread(ready.head, ready.size, READING_FAILED), ready, started, READING_FAILED)
+        else:
+            self._decide(result, ready, started)
+
+    def _decide(self, request: InferenceRequest, ready: RequestReady, started: float, reason: str = "") -> None:
+        answer = self._director.decide(
+            request, ready.body, self._runtime.now(), response_shown=ready.response_shown, reason=reason
+        )
         if isinstance(answer, Rejection):
             self._stream.reject(answer)
             return
         steering, self._flight = answer
         self._stream.steer(steering)
         self._director.metrics.decision.observe(self._runtime.now() - started)
+
+
+@dataclass(frozen=True, slots=True)
+class _Awaited:
+    """A request whose body is being read in a thread."""
+
+    ready: RequestReady
+    started: float
+
+
+def _caught(work: Callable[[], T]) -> T | BaseException:
+    """What `work` gives or raises, as `Runtime.offload` tells it."""
+    try:
+        return work()
+    except Exception as error:
+        return error

@@ -68,6 +68,11 @@ class ResponseReader:
         return self._body.usage if self._body is not None else None
 
     @property
+    def streamed(self) -> bool:
+        """Whether content comes piece by piece; of an answer in one piece the first byte tells of the last token."""
+        return isinstance(self._body, (_Stream, _Grpc))
+
+    @property
     def content_seen(self) -> bool:
         """Whether generated content has come; of other good answers than event streams: any byte."""
         if self._any_byte_is_content:

@@ -304,7 +304,8 @@ class ExtProcStream:
         size = self._claimed_size() if body is None and not self._size else self._size
         self._request, self._answer, self._open = _Request.DECIDE, answer, True
         if not self._silent:
-            return (RequestReady(head, body, size),)
+            shown = self._response_mode is not BodyMode.NONE and self._limits.response_bodies
+            return (RequestReady(head, body, size, response_shown=shown),)
         flight = wire.read_flight(self._metadata) if self._metadata is not None else ""
         return (RequestReady(head, body, size, observing=True, flight=flight),)
 

@@ -72,19 +72,25 @@ class Steering:
     response_transform: ResponseTransform | None = None
 
     def __post_init__(self) -> None:
-        for fields in (self.set_headers, self.response_headers, self.remove_headers):
-            for name in fields:
-                if (
-                    name in _UNTOUCHABLE
-                    or name.startswith((":", "x-envoy-"))
-                    or name != name.lower()
-                    or not _is_clean(name)
-                ):
-                    raise ValueError(f"header {name!r} must not be changed")
         for fields in (self.set_headers, self.response_headers):
             for name, value in fields.items():
-                if not _is_clean(value):
-                    raise ValueError(f"header {name!r} has a control character in its value")
+                if not settable(name, value):
+                    raise ValueError(f"header {name!r} must not be changed, or not to this value")
+        for name in self.remove_headers:
+            if not settable(name):
+                raise ValueError(f"header {name!r} must not be changed")
+
+
+def settable(name: str, value: str = "") -> bool:
+    """Whether a header may be set to a value, by the rules of `Steering`."""
+    return (
+        bool(name)
+        and name == name.lower()
+        and name not in _UNTOUCHABLE
+        and not name.startswith((":", "x-envoy-"))
+        and _is_clean(name)
+        and _is_clean(value)
+    )
 
 
 def _is_clean(text: str) -> bool:
@@ -100,6 +106,8 @@ class RequestReady:
     """The whole body; None when this mode does not show it (or shows a part)."""
     size: int
     """Bytes of the body; when it is not shown, what `content-length` says, else 0."""
+    response_shown: bool = True
+    """Whether the response's body will be shown, so that it can be changed."""
     observing: bool = False
     """Envoy only shows this stream (observability mode) and takes no answer."""
     flight: str = ""
