@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 LIMIT = 1 << 20
+SHOWN = 4096
+"""Bytes up to which the account repeats a request body."""
 
 
 @dataclass(slots=True)
@@ -51,6 +53,8 @@ class Worker:
     connections: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     """Set: answers that hold may go."""
+    metrics: bool = True
+    """False: whoever asks for the metrics is left waiting."""
 
     async def now_running(self) -> int:
         return self.running
@@ -70,6 +74,8 @@ class Worker:
         method, path, _ = head[0].split(" ", 2)
         headers = _fields(head[1:])
         if "x-request-id" not in headers:  # not from Envoy: the picker looks how we are
+            if not self.metrics:
+                await asyncio.Event().wait()
             text = self._metrics() if path == "/metrics" else "{}"
             return await self._answer(writer, Reply(content_type="text/plain", body=text), {})
         self.running += 1
@@ -89,6 +95,7 @@ class Worker:
                 "trailers": trailers,
                 "length": len(body),
                 "sha256": hashlib.sha256(body).hexdigest(),
+                "body": body.decode("latin-1") if len(body) <= SHOWN else "",
             }
             return await self._answer(writer, reply, account)
         finally:

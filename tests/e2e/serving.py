@@ -69,6 +69,7 @@ class Stack:
     workers: list[Worker]
     client: aiohttp.ClientSession
     edge: str
+    profile: Profile
 
     async def running(self) -> int:
         """Requests at the workers now."""
@@ -129,7 +130,7 @@ async def running_stack(
         envoy = await stack.enter_async_context(running_envoy(options, _show_metadata))
         connector = aiohttp.TCPConnector(limit=0)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
-        yield Stack(envoy, picker, running, client, edge)
+        yield Stack(envoy, picker, running, client, edge, profile)
 
 
 def _show_metadata(tree: Any) -> None:
