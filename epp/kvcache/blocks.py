@@ -7,13 +7,21 @@ partial block has no key, as in vLLM.
 
 The keys are our own: fast and unrelated to a worker's hashes. A block of `block_size` tokens is `block_size` 32-bit
 words; so is a block of `4 * block_size` bytes of text (four bytes stand for a token). All blocks are hashed at once by
-a product with random odd weights (multiply-shift hashing, Dietzfelbinger 1996), mixed, and chained by a running sum
-whose terms carry their position. `bench/kv_micro.py` measures it.
+a product with random odd weights (multiply-shift hashing, Dietzfelbinger 1996) and mixed. There are two chains:
+
+- of a whole prompt (`block_keys`): a running sum whose terms carry their position;
+- of tokens (`token_root`, `extend`): continued from a bare key wherever it lies, since a worker's event says only
+  "these tokens follow that block". State s_i = s_{i-1} * M + h_i mod 2^64, key_i = mix(s_i); `mix` is a bijection,
+  so the state is in the key. All states at once: s_i = M^i * (s_0 + sum of h_j * M^-j).
+
+`bench/kv_micro.py` and `bench/index_micro.py` measure them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
+from operator import mul
 
 import numpy as np
 import xxhash
@@ -24,6 +32,13 @@ from epp.request import BYTES_PER_TOKEN, InferenceRequest, PromptItem
 Keys = NDArray[np.uint64]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_UNMIX = tuple(pow(m, -1, 1 << 64) for m in _MIX)
+_STEP = 0xD1342543DE82EF95
+"""M of the token chain (a multiplier of Steele and Vigna 2021); 5 mod 8, so its powers return to 1 after 2^62 blocks."""
+_CHUNK = 4096
+"""Blocks chained at once: bounds the tables of powers and keeps a chunk's arrays in the processor's cache."""
+_U64 = (1 << 64) - 1
 
 
 def request_keys(request: InferenceRequest, block_size: int, *, limit: int, max_items: int) -> list[Keys]:
@@ -74,6 +89,61 @@ def block_keys(item: PromptItem, block_size: int, seed: int, *, limit: int) -> K
     return _mix(sums)
 
 
+def token_root(*, model: str, adapter: str, salt: str) -> int:
+    """The key that precedes the first block of a prompt of token ids: where a chain of `extend` begins.
+
+    `model` is the base model's registered name, `adapter` that of a LoRA adapter or "" for the base itself, `salt` the
+    request's cache salt or "". Parts are tagged and carry their length, as in `seed`.
+    """
+    digest = xxhash.xxh3_64()
+    for tag, part in ((b"model", _utf8(model)), (b"adapter", _utf8(adapter)), (b"salt", _utf8(salt))):
+        digest.update(b"%s:%d:" % (tag, len(part)))
+        digest.update(part)
+    return digest.intdigest()
+
+
+def extend(parent: int, ids: NDArray[np.uint32], block_size: int, extras: Mapping[int, bytes] | None = None) -> Keys:
+    """Keys of the whole blocks of `ids`, shape (len(ids) // block_size,), that follow the block whose key is `parent`.
+
+    `parent` is any key of this function or a `token_root`; where in the prompt it lies does not matter, so for whole
+    blocks `extend(root, a + b)` equals `extend(root, a)` followed by `extend(last key of a, b)`. `extras[i]` is folded
+    into block i of `ids` and so into all after it: the identifier of what a placeholder token stands for.
+    Raises ValueError for a block size below 1.
+    """
+    if block_size < 1:
+        raise ValueError(f"block size {block_size} is below 1")
+    blocks = len(ids) // block_size
+    if blocks == 1 and block_size <= 64:
+        return _extend_by_one(parent, ids[:block_size].tolist(), extras.get(0) if extras else None)
+    matrix = ids[: blocks * block_size].reshape(blocks, block_size)
+    weights, (up, down) = _weights(block_size), _powers()
+    keys = np.empty(blocks, dtype=np.uint64)
+    state = _unmix(parent)
+    for start in range(0, blocks, _CHUNK):
+        terms = matrix[start : start + _CHUNK] @ weights
+        terms += np.uint64(block_size * int(_GOLDEN) & _U64)
+        for i, extra in extras.items() if extras else ():
+            if start <= i < start + len(terms):
+                terms[i - start] ^= np.uint64(xxhash.xxh3_64_intdigest(extra))
+        terms = _mix(terms)
+        terms *= down[: len(terms)]
+        sums = np.cumsum(terms, out=keys[start : start + _CHUNK])
+        sums += np.uint64(state)
+        sums *= up[: len(sums)]
+        state = sums.item(-1)
+        _mix(sums)
+    return keys
+
+
+def _extend_by_one(parent: int, ids: list[int], extra: bytes | None) -> Keys:
+    """`extend` by one small block, a decoded one as a rule: plain integers take 3 us where numpy calls take 14."""
+    term = sum(map(mul, ids, _weight_list(len(ids)))) + len(ids) * int(_GOLDEN) & _U64
+    if extra is not None:
+        term ^= xxhash.xxh3_64_intdigest(extra)
+    state = (_unmix(parent) * _STEP + _mix_one(term)) & _U64
+    return np.array([_mix_one(state)], dtype=np.uint64)
+
+
 def _utf8(text: str) -> bytes:
     """JSON may escape half a surrogate pair; it is hashed like any other character."""
     return text.encode("utf-8", "surrogatepass")
@@ -82,14 +152,42 @@ def _utf8(text: str) -> bytes:
 def _mix(x: Keys) -> Keys:
     """The finaliser of splitmix64, in place: a bijection that spreads every bit over all."""
     x ^= x >> np.uint64(30)
-    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x *= np.uint64(_MIX[0])
     x ^= x >> np.uint64(27)
-    x *= np.uint64(0x94D049BB133111EB)
+    x *= np.uint64(_MIX[1])
     x ^= x >> np.uint64(31)
     return x
+
+
+def _mix_one(x: int) -> int:
+    """`_mix` of one number."""
+    x = (x ^ (x >> 30)) * _MIX[0] & _U64
+    x = (x ^ (x >> 27)) * _MIX[1] & _U64
+    return x ^ (x >> 31)
+
+
+def _unmix(key: int) -> int:
+    """The inverse of `_mix` for one key: each shift is undone by repeating it, each product by the factor's inverse."""
+    key ^= (key >> 31) ^ (key >> 62)
+    key = key * _UNMIX[1] & _U64
+    key ^= (key >> 27) ^ (key >> 54)
+    key = key * _UNMIX[0] & _U64
+    return key ^ (key >> 30) ^ (key >> 60)
+
+
+@lru_cache(maxsize=1)
+def _powers() -> tuple[Keys, Keys]:
+    """M^1.. and M^-1.., each of shape (_CHUNK,)."""
+    up, down = (np.full(_CHUNK, m, dtype=np.uint64) for m in (_STEP, pow(_STEP, -1, 1 << 64)))
+    return np.cumprod(up), np.cumprod(down)
 
 
 @lru_cache(maxsize=8)
 def _weights(block_size: int) -> Keys:
     """Odd pseudo-random weights, shape (block_size,), the same in every process."""
     return _mix(np.arange(1, block_size + 1, dtype=np.uint64) * _GOLDEN) | np.uint64(1)
+
+
+@lru_cache(maxsize=8)
+def _weight_list(block_size: int) -> list[int]:
+    return [int(w) for w in _weights(block_size)]
