@@ -7,8 +7,9 @@ The listener strips steering headers sent by clients, asks the picker over ext_p
 
     client -> listener -> early header mutation -> ext_proc (the picker) -> router -> pool (workers)
 
-A pool is *listed* or *unlisted*. Listed: the `override_host` policy takes the picker's ordered list of endpoints,
-retries walk it, and a round robin over all of them serves when the picker does not answer, so fail-open works.
+A pool is *listed* or *unlisted*. Listed, in the configuration or in a file that the picker keeps: the `override_host`
+policy takes the picker's ordered list of endpoints, retries walk it, and a round robin over all of them serves when the
+picker does not answer, so fail-open works.
 Unlisted: an ORIGINAL_DST cluster connects to whatever address the picker names, so workers come and go freely, but
 without an answer there is nowhere to go, so only fail-closed is honest.
 
@@ -34,6 +35,7 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
     Cluster,
     ClusterCommonLbConfig,
     ClusterDiscoveryType,
+    ClusterEdsClusterConfig,
     ClusterLbPolicy,
     ClusterOriginalDstLbConfig,
     LoadBalancingPolicy,
@@ -42,6 +44,7 @@ from envoy_data_plane.envoy.config.cluster.v3 import (
 from envoy_data_plane.envoy.config.common.mutation_rules.v3 import HeaderMutation as HeaderMutationEntry
 from envoy_data_plane.envoy.config.core.v3 import (
     Address,
+    ConfigSource,
     DataSource,
     GrpcService,
     GrpcServiceEnvoyGrpc,
@@ -52,10 +55,13 @@ from envoy_data_plane.envoy.config.core.v3 import (
     HealthCheckGrpcHealthCheck,
     Http1ProtocolOptions,
     Http2ProtocolOptions,
+    Node,
+    PathConfigSource,
     Pipe,
     SocketAddress,
     TransportSocket,
     TypedExtensionConfig,
+    WatchedDirectory,
 )
 from envoy_data_plane.envoy.config.core.v3 import HttpProtocolOptions as CommonHttpProtocolOptions
 from envoy_data_plane.envoy.config.endpoint.v3 import (
@@ -122,7 +128,17 @@ from envoy_data_plane.envoy.type.v3 import Percent
 from envoy_data_plane.google.protobuf import Any as ProtoAny
 from envoy_data_plane.google.protobuf import Struct, Value
 
-from epp.envoy_options import EnvoyOptions, FailureMode, HostPort, PickerAddress, Profile, UnixSocket, is_ip
+from epp.discovery.envoy_file import ENVOY_POOL
+from epp.envoy_options import (
+    EndpointsFile,
+    EnvoyOptions,
+    FailureMode,
+    HostPort,
+    PickerAddress,
+    Profile,
+    UnixSocket,
+    is_ip,
+)
 
 DESTINATION = "x-gateway-destination-endpoint"
 LB_NAMESPACE = "envoy.lb"
@@ -159,6 +175,8 @@ _FIRST_NAMESPACE, _FIRST_KEY = "kvsteer", "destination"
 def bootstrap(options: EnvoyOptions) -> Bootstrap:
     """The whole configuration of one Envoy."""
     return Bootstrap(
+        # Envoy asks for nothing by file, either, before it has a name.
+        node=Node(id="kvsteer", cluster="kvsteer") if isinstance(options.endpoints, EndpointsFile) else None,
         admin=Admin(address=_address(options.admin)),
         layered_runtime=LayeredRuntime(
             layers=[
@@ -424,7 +442,15 @@ def _pool_cluster(options: EnvoyOptions, name: str, *, http2: bool) -> Cluster:
         circuit_breakers=_circuit_breakers(),
         typed_extension_protocol_options=_http_options(protocol, idle_timeout=WORKER_IDLE_TIMEOUT),
     )
-    if options.endpoints:
+    if isinstance(options.endpoints, EndpointsFile):
+        path = options.endpoints.path
+        source = PathConfigSource(path=path, watched_directory=WatchedDirectory(path=path.rpartition("/")[0] or "/"))
+        cluster.type = ClusterDiscoveryType.EDS
+        cluster.eds_cluster_config = ClusterEdsClusterConfig(
+            service_name=ENVOY_POOL, eds_config=ConfigSource(path_config_source=source)
+        )
+        cluster.load_balancing_policy = _override_host()
+    elif options.endpoints:
         cluster.type = ClusterDiscoveryType.STATIC
         cluster.load_assignment = _load_assignment(name, options.endpoints)
         cluster.load_balancing_policy = _override_host()

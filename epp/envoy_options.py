@@ -75,10 +75,29 @@ def parse_picker(text: str) -> PickerAddress:
     return HostPort.parse(text)
 
 
-def parse_endpoints(text: str) -> tuple[HostPort, ...]:
-    """Read `ip:port,ip:port` or `none`. Raises ValueError on a name: override_host compares addresses, not names."""
+@dataclass(frozen=True, slots=True)
+class EndpointsFile:
+    """An absolute path where `kvsteer serve --envoy-endpoints` keeps the pool, which Envoy follows."""
+
+    path: str
+
+
+Endpoints = tuple[HostPort, ...] | EndpointsFile
+"""The pool as Envoy knows it; the empty tuple: not at all."""
+
+
+def parse_endpoints(text: str) -> Endpoints:
+    """Read `ip:port,ip:port`, `file:/path` or `none`.
+
+    Raises ValueError, also on a name: override_host compares addresses, not names.
+    """
     if text == "none":
         return ()
+    if text.startswith("file:"):
+        path = text.removeprefix("file:")
+        if not path.startswith("/") or path.endswith("/"):
+            raise ValueError(f"{text!r}: an endpoints file needs an absolute path")
+        return EndpointsFile(path)
     endpoints = tuple(HostPort.parse(part) for part in text.split(","))
     for endpoint in endpoints:
         if not is_ip(endpoint.host):
@@ -105,7 +124,7 @@ class EnvoyOptions:
     listen: HostPort
     picker: PickerAddress
     admin: HostPort
-    endpoints: tuple[HostPort, ...]
+    endpoints: Endpoints
     """The listed pool; empty: unlisted, the picker's address is connected to."""
     failure_mode: FailureMode
     usage: bool = False
@@ -134,7 +153,7 @@ def defaults(
     listen: HostPort | None = None,
     picker: PickerAddress | None = None,
     admin: HostPort | None = None,
-    endpoints: tuple[HostPort, ...] | None = None,
+    endpoints: Endpoints | None = None,
     failure_mode: FailureMode | None = None,
     usage: bool = False,
     picker_tls: bool = False,

@@ -13,7 +13,16 @@ import yaml
 from betterproto2 import Casing
 
 from epp.envoy_config import bootstrap
-from epp.envoy_options import EnvoyOptions, FailureMode, HostPort, Mode, PickerAddress, Profile
+from epp.envoy_options import (
+    Endpoints,
+    EndpointsFile,
+    EnvoyOptions,
+    FailureMode,
+    HostPort,
+    Mode,
+    PickerAddress,
+    Profile,
+)
 
 NOTES = {
     "layered_runtime": "Half-close a finished ext_proc stream; Envoy's default is a RST_STREAM for every request.",
@@ -34,6 +43,7 @@ NOTES = {
     "circuit_breakers": "Envoy's default of 1,024 is the most requests in flight: the next one gets a 500.",
     "idle_timeout": "Below the 5 s after which uvicorn closes an idle connection: no request meets a closing one.",
     "original_dst_lb_config": "The pool is not listed: connect to the first address that the picker named.",
+    "eds_cluster_config": "The pool as `kvsteer serve --envoy-endpoints` keeps it; Envoy starts only if it is there.",
     "load_balancing_policy": "The picker's ordered list, of endpoints listed here; round robin without an answer.",
 }
 """Setting -> why it is there. Printed above its first appearance."""
@@ -73,7 +83,7 @@ def command_line(options: EnvoyOptions) -> str:
     words.append(f"--listen {show(options.listen)}")
     words.append(f"--picker {show(options.picker)}")
     words.append(f"--admin {show(options.admin)}")
-    words.append(f"--endpoints {','.join(map(show, options.endpoints)) or 'none'}")
+    words.append(f"--endpoints {_show_endpoints(options.endpoints)}")
     words.append(f"--failure-mode {options.failure_mode}")
     if options.usage:
         words.append("--usage")
@@ -89,6 +99,12 @@ def show(address: PickerAddress) -> str:
     if isinstance(address, HostPort):
         return f"[{address.host}]:{address.port}" if ":" in address.host else f"{address.host}:{address.port}"
     return f"unix:{address.path}"
+
+
+def _show_endpoints(endpoints: Endpoints) -> str:
+    if isinstance(endpoints, EndpointsFile):
+        return f"file:{endpoints.path}"
+    return ",".join(map(show, endpoints)) or "none"
 
 
 def _head(options: EnvoyOptions) -> Iterator[str]:

@@ -24,6 +24,7 @@ from aiohttp import web
 
 from epp.config import PickerConfig, load, load_default, read
 from epp.director import Director, Options
+from epp.discovery.envoy_file import EnvoyFile
 from epp.discovery.membership import Discovery, Membership
 from epp.endpoint import Endpoint, Pool
 from epp.exchange import Exchange, Patience, Timer
@@ -72,6 +73,8 @@ class Settings:
     patience: Patience = field(default_factory=Patience)
     options: Options = field(default_factory=Options)
     decision_log: LogFile | None = None
+    envoy_endpoints: Path | None = None
+    """A file that Envoy follows to know the pool (`envoy-config --endpoints file:PATH`)."""
     drain_delay_s: float = 3.0
     """From readiness off to no new streams: Envoy's health check (every second, two failures) must have seen it."""
     plugin_limits: PluginLimits = field(default_factory=PluginLimits)
@@ -125,6 +128,9 @@ class Picker:
         self.serving = ServingHealth()
         self.scraper = Scraper(settings.scrape, clock=time.monotonic, random=scrape_random, listener=self._scraped)
         self.membership = Membership(self.pool, time.monotonic, (self._changed, self.scraper.changed))
+        self.envoy_file = EnvoyFile(settings.envoy_endpoints, self.pool) if settings.envoy_endpoints else None
+        if self.envoy_file is not None:
+            self.membership.listeners.append(self.envoy_file.changed)
         self.director = Director(
             pool=self.pool,
             scheduler=lambda: self.scheduler,
@@ -192,6 +198,8 @@ class Picker:
     async def _watch(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self.scraper.stop)
         stack.push_async_callback(self.membership.stop)
+        if self.envoy_file is not None:
+            self.envoy_file.create()
         await self.membership.start(self.settings.sources())
         tasks = [asyncio.create_task(self._tick())]
         if self.watcher is not None:
@@ -211,6 +219,8 @@ class Picker:
         sources["scrape"] = lambda: self.scraper.counters
         sources["membership"] = lambda: self.membership.counters
         sources["health"] = lambda: self.health.counters
+        if (envoy_file := self.envoy_file) is not None:
+            sources["envoy_endpoints"] = lambda: {"written": envoy_file.written, "failed": envoy_file.failed}
         sources["decision_log"] = lambda: {"written": self.decisions.written, "dropped": self.decisions.dropped}
         sources["plugin_faults"] = lambda: self.scheduler.faults.by_kind()
         if (watcher := self.watcher) is not None:

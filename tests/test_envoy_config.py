@@ -15,7 +15,9 @@ import yaml
 from click.testing import CliRunner
 
 from epp.cli import main
+from epp.discovery.envoy_file import load_assignment
 from epp.envoy_options import (
+    EndpointsFile,
     EnvoyOptions,
     FailureMode,
     HostPort,
@@ -83,13 +85,15 @@ def test_no_file_is_shipped_that_nothing_writes() -> None:
         defaults(Mode.STANDALONE, Profile.FAST, endpoints=LISTED, usage=True),
         defaults(Mode.STANDALONE, Profile.GATEWAY, endpoints=LISTED, failure_mode=FailureMode.CLOSED),
         defaults(Mode.SIDECAR, Profile.FAST, endpoints=(), usage=True, listen=HostPort("::", 8080)),
+        defaults(Mode.STANDALONE, Profile.FAST, endpoints=EndpointsFile("{tmp}/pool.json")),
         defaults(Mode.SIDECAR, Profile.GATEWAY, picker=HostPort("kvsteer.default.svc", 9002), picker_tls=True),
     ],
-    ids=["listed", "listed-closed", "unlisted-ipv6", "picker-by-name-tls"],
+    ids=["listed", "listed-closed", "unlisted-ipv6", "followed", "picker-by-name-tls"],
 )
 def test_every_option_gives_a_file_envoy_accepts(options: EnvoyOptions, tmp_path: Path) -> None:
+    (tmp_path / "pool.json").write_text(load_assignment([("10.0.0.1", 8000), ("fd00::1", 8000)]))
     config = tmp_path / "envoy.yaml"
-    config.write_text(render(options))
+    config.write_text(render(options).replace("{tmp}", str(tmp_path)))
     validate(config)
 
 
@@ -112,6 +116,7 @@ def test_the_head_names_the_command_that_prints_the_file_again() -> None:
 def test_every_note_is_printed_somewhere() -> None:
     texts = [render(defaults(mode, profile)) for mode in Mode for profile in Profile]
     text = "\n".join([*texts, render(defaults(Mode.SIDECAR, Profile.FAST, usage=True))])
+    text += render(defaults(Mode.SIDECAR, Profile.FAST, endpoints=EndpointsFile("/pool.json")))
     assert [key for key, note in NOTES.items() if f"# {note}\n" not in text] == []
 
 
@@ -167,6 +172,7 @@ def test_a_listed_pool_fails_open_unless_told_otherwise_and_an_unlisted_one_neve
         (["--endpoints", "worker-0:8000"], "names workers by ip:port"),
         (["--endpoints", "10.0.0.1:8000,10.0.0.1:8000"], "names an endpoint twice"),
         (["--endpoints", "10.0.0.1:8000,"], "is not host:port"),
+        (["--endpoints", "file:pool.json"], "needs an absolute path"),
         (["--profile", "gateway", "--usage"], "usage is for the fast profile"),
         (["--picker-ca", "ca.pem"], "verify nothing"),
     ],
@@ -181,6 +187,7 @@ def test_addresses_are_read_as_written() -> None:
     assert parse_picker("unix:/run/kvsteer.sock") == UnixSocket("/run/kvsteer.sock")
     assert parse_picker("kvsteer:9002") == HostPort("kvsteer", 9002)
     assert parse_endpoints("10.0.0.1:8000, [::1]:8001") == (HostPort("10.0.0.1", 8000), HostPort("::1", 8001))
+    assert parse_endpoints("file:/run/pool.json") == EndpointsFile("/run/pool.json")
     assert parse_endpoints("none") == ()
 
 

@@ -30,8 +30,8 @@ from epp.envoy_options import FailureMode, HostPort, Mode, Profile, defaults, pa
 )
 @click.option(
     "--endpoints",
-    metavar="IP:PORT,...|none",
-    help="The workers, if fixed; none: Envoy connects to whatever the picker names.  "
+    metavar="IP:PORT,...|file:/PATH|none",
+    help="The workers: fixed, kept in a file by `serve --envoy-endpoints`, or none (whatever the picker names).  "
     "[default: none; sidecar: 127.0.0.1:8000,127.0.0.1:8001]",
 )
 @click.option("--admin", metavar="IP:PORT", help="Envoy's admin port, on loopback.  [default: 127.0.0.1:9901]")

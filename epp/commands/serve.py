@@ -44,6 +44,11 @@ POSITIVE_SECONDS = click.FloatRange(min=0.01)
 @click.option(
     "--dns", multiple=True, metavar="NAME:PORTS | _SERVICE._PROTO.NAME", help="Workers from DNS: A/AAAA or SRV."
 )
+@click.option(
+    "--envoy-endpoints",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keep the pool in this file for Envoy (`envoy-config --endpoints file:PATH`).",
+)
 @click.option("--config-file", type=click.Path(path_type=Path), help="EndpointPickerConfig; built-in policy if absent.")
 @click.option("--config-text", default="", help="The configuration itself, instead of a file.")
 @click.option(
@@ -125,6 +130,7 @@ def command(
     endpoints: tuple[str, ...],
     endpoints_file: Path | None,
     dns: tuple[str, ...],
+    envoy_endpoints: Path | None,
     config_file: Path | None,
     config_text: str,
     listen: tuple[str, ...],
@@ -170,6 +176,7 @@ def command(
             listen=listen,
             health_listen="" if health_port == "0" else "{}:{}".format(*_host_port("--health-port", health_port)),
             admin_listen=None if admin == "0" else _host_port("--admin", admin),
+            envoy_endpoints=envoy_endpoints,
             config_file=config_file,
             config_text=config_text,
             edge=edge,

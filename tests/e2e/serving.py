@@ -19,7 +19,7 @@ from typing import Any
 
 import aiohttp
 
-from epp.envoy_options import FailureMode, HostPort, Mode, Profile, defaults, parse_picker
+from epp.envoy_options import EndpointsFile, FailureMode, HostPort, Mode, Profile, defaults, parse_picker
 from tests.e2e.backend import Worker, running_worker
 from tests.e2e.envoy import RunningEnvoy, running_envoy, until
 
@@ -85,6 +85,11 @@ class Stack:
             account = await response.json(content_type=None) if text.startswith(b'{"worker"') else {}
             return Answer(response.status, text, {k.lower(): v for k, v in response.headers.items()}, account)
 
+    async def picker_is_left(self) -> None:
+        """Wait until Envoy's health check has given the picker up."""
+        gauge = "cluster.picker.membership_healthy"
+        await until(lambda: self.envoy.stats(gauge), lambda stats: stats[gauge] == 0)
+
     async def idle(self) -> None:
         """Wait until the picker counts nothing in flight."""
 
@@ -102,6 +107,7 @@ async def running_stack(
     edge: str = "lean",
     *,
     listed: bool = True,
+    followed: bool = False,
     failure_mode: FailureMode | None = None,
     workers: int = 3,
     dead: tuple[str, ...] = (),
@@ -109,7 +115,10 @@ async def running_stack(
     usage: bool = False,
     args: tuple[str, ...] = (),
 ) -> AsyncIterator[Stack]:
-    """`workers` workers, a picker that knows them and the `dead` addresses, and Envoy before it."""
+    """`workers` workers, a picker that knows them and the `dead` addresses, and Envoy before it.
+
+    Envoy knows them too (`listed`), follows them in the picker's file (`followed`), or does not.
+    """
     async with AsyncExitStack() as stack:
         running = [await stack.enter_async_context(running_worker(f"w{i}")) for i in range(workers)]
         known = [*(w.address for w in running), *dead]
@@ -117,12 +126,17 @@ async def running_stack(
         listen = f"unix:{directory}/picker"
         args += ("--edge", edge, "--secure-serving" if tls else "--no-secure-serving")
         args += ("--observe-responses",) if usage else ()
+        args += ("--envoy-endpoints", f"{directory}/pool.json") if followed else ()
         picker = await stack.enter_async_context(running_picker(directory, listen, known, *args))
         options = defaults(
             Mode.SIDECAR,
             profile,
             picker=parse_picker(listen),
-            endpoints=tuple(map(HostPort.parse, known)) if listed else (),
+            endpoints=EndpointsFile(f"{directory}/pool.json")
+            if followed
+            else tuple(map(HostPort.parse, known))
+            if listed
+            else (),
             failure_mode=failure_mode,
             picker_tls=tls,
             usage=usage,

@@ -10,19 +10,13 @@ import pytest
 from epp.envoy_options import Profile
 from tests.e2e.backend import echo
 from tests.e2e.envoy import until
-from tests.e2e.serving import Stack, running_stack
+from tests.e2e.serving import running_stack
 
 BODY = b'{"model":"m","prompt":"x"}'
 DEAD = "127.0.0.1:9"
 """The discard port: nothing listens."""
 
 both_profiles = pytest.mark.parametrize("profile", Profile)
-
-
-async def picker_is_left(stack: Stack) -> None:
-    """Wait until Envoy's health check has given the picker up."""
-    gauge = "cluster.picker.membership_healthy"
-    await until(lambda: stack.envoy.stats(gauge), lambda stats: stats[gauge] == 0)
 
 
 @both_profiles
@@ -44,7 +38,7 @@ async def test_fail_open_serves_full_duplex_requests_once_the_kill_was_noticed()
     async with running_stack(Profile.GATEWAY) as stack:
         assert (await stack.ask(BODY)).status == 200
         await stack.picker.kill()
-        await picker_is_left(stack)
+        await stack.picker_is_left()
         assert {(await stack.ask(BODY)).status for _ in range(20)} == {200}
 
 

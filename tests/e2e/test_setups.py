@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
 from epp.envoy_options import FailureMode, Profile
-from tests.e2e.backend import echo
+from tests.e2e.backend import echo, running_worker
 from tests.e2e.envoy import until
 from tests.e2e.serving import running_stack
 
@@ -51,6 +52,27 @@ async def test_an_unlisted_pool_is_steered_by_the_picker_alone() -> None:
         answers = await asyncio.gather(*(stack.ask(BODY) for _ in range(60)))
         assert {a.status for a in answers} == {200}
         assert {a.account["worker"] for a in answers} == {w.address for w in stack.workers}
+
+
+@pytest.mark.parametrize("profile", Profile)
+async def test_envoy_follows_a_pool_that_changes_and_serves_it_without_the_picker(
+    profile: Profile, tmp_path: Path
+) -> None:
+    pool = tmp_path / "endpoints.yaml"
+    pool.write_text("endpoints: []\n")
+    args = ("--endpoints-file", str(pool))
+    async with running_stack(profile, workers=1, followed=True, args=args) as stack, running_worker("late") as late:
+        host, port = late.address.split(":")
+        pool.write_text(f"endpoints:\n- address: {host}\n  ports: {port}\n")
+
+        async def serving() -> object:
+            return (await stack.ask(BODY)).account["worker"]
+
+        await until(serving, lambda worker: worker == late.address)
+        await stack.picker.kill()
+        await stack.picker_is_left()
+        answers = [await stack.ask(BODY) for _ in range(8)]
+        assert {a.account["worker"] for a in answers} == {stack.workers[0].address, late.address}
 
 
 @pytest.mark.parametrize("profile", Profile)
