@@ -11,6 +11,7 @@ from __future__ import annotations
 import array
 import re
 from functools import partial
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -38,6 +39,7 @@ _list_of_int = msgspec.json.Decoder(list[int]).decode
 _text = msgspec.json.Decoder(str).decode
 _INTEGER = re.compile(rb"\d{1,18}")
 _FIRST_ITEM = re.compile(rb"\[[ \t\r\n]*(.)", re.DOTALL)
+_BETWEEN_TEXTS = re.compile(rb'"[ \t\r\n]*,[ \t\r\n]*"')
 _FAULT_INDEX = re.compile(r"\$\[(\d+)\]")
 
 
@@ -144,12 +146,8 @@ def _turns(request: InferenceRequest, raw: Raw, path: str, *, required: bool) ->
         return
     if kind != b"[":
         raise BadRequest(path, "must be a list")
-    view = memoryview(raw)
-    end = len(view) - 1
-    while end > 1 and view[end - 1] in b" \t\r\n":
-        end -= 1
-    if end > 1:
-        turns = view[:end].tobytes()
+    turns = memoryview(raw)[:-1].tobytes().rstrip(b" \t\r\n")
+    if len(turns) > 1:
         request.prompts, request.media = (turns,), partial(has_media, turns)
 
 
@@ -177,6 +175,9 @@ def _list(request: InferenceRequest, value: bytes, path: str) -> None:
     if kind not in b'"[':
         request.prompts = (_token_ids(value, path),)
         return
+    if _surely_too_many(value, kind):
+        _too_many(request, value)
+        return
     try:
         items = [bytes(item) for item in _list_of_raw(value)]
     except (msgspec.DecodeError, RecursionError):  # NaN or lone surrogates, which Python's parser takes
@@ -185,12 +186,28 @@ def _list(request: InferenceRequest, value: bytes, path: str) -> None:
         if item[:1] != kind:
             raise BadRequest(f"{path}[{index}]", "must be of the same kind as the items before it")
     if len(items) > MAX_PROMPTS:
-        request.attributes[LOAD_ONLY] = "too-many-prompts"
-        request.prompt_tokens = len(value) // BYTES_PER_TOKEN
+        _too_many(request, value)
     elif kind == b'"':
         request.prompts = tuple(item[1:-1] for item in items)
     else:
         request.prompts = tuple(_token_ids(item, f"{path}[{index}]") for index, item in enumerate(items))
+
+
+def _surely_too_many(value: bytes, kind: bytes) -> bool:
+    """Told without taking the list apart: eight million items would be a gigabyte of objects.
+
+    Between two texts stands quote, comma, quote; a text that ends in an escaped quote and a comma looks like one more.
+    """
+    if len(value) < 6 * MAX_PROMPTS:
+        return False
+    if kind == b"[":
+        return value.count(b"[") > 2 * MAX_PROMPTS
+    return next(islice(_BETWEEN_TEXTS.finditer(value), 2 * MAX_PROMPTS, None), None) is not None
+
+
+def _too_many(request: InferenceRequest, value: bytes) -> None:
+    request.attributes[LOAD_ONLY] = "too-many-prompts"
+    request.prompt_tokens = len(value) // BYTES_PER_TOKEN
 
 
 def _token_ids(value: bytes, path: str) -> NDArray[np.uint32]:

@@ -3,21 +3,26 @@
 In: pieces of a JSON text that a worker or a parser vouches for. Out: `Mark`s, the offsets in each piece at which the
 value of a top-level member begins and ends. Nothing is kept but the state: a name (bounded) and the depth.
 
-Theory: below the top level only quotes and brackets matter, so the scanner jumps from one to the next by regular
-expression (a 10 MB embedding holds few of them) and, inside a string, from backslash to backslash. On the top level it
-goes name, colon, value, comma. Text that is not JSON yields no marks or wrong ones, never an exception.
+Theory: below the top level only quotes and brackets matter. A regular expression (of possessive repeats: it never goes
+back) passes over whole strings and whole lists and objects without objects in them, so that log probabilities cost
+7 ms a MB where going from quote to quote costs 400; what is cut by the end of a piece is gone through edge by edge.
+On the top level it goes name, colon, value, comma. Text that is not JSON yields no marks or wrong ones, never an
+exception.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from enum import Enum, auto
 from typing import NamedTuple
 
-_IN_STRING = re.compile(rb'["\\]')
-_NESTED = re.compile(rb'["{}\[\]]')
+_IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
+_PLAIN = rb'[^"{}\[\]]++'
+_STRING = rb'"' + _IN_STRING.pattern + rb'"'
+_FLAT = rb"\[(?:%s|%s)*+\]" % (_PLAIN, _STRING)
+_FLAT += rb"|\{(?:%s|%s|%s)*+\}" % (_PLAIN, _STRING, _FLAT)
+_NESTED = re.compile(rb"(?:%s|%s|%s)*+" % (_PLAIN, _STRING, _FLAT), re.DOTALL)
 _BLACK = re.compile(rb"[^ \t\r\n]")
 _AFTER_SCALAR = re.compile(rb"[ \t\r\n,}]")
 _MAX_NAME = 256
@@ -44,11 +49,10 @@ class _State(Enum):
 
 
 class MemberScanner:
-    """One JSON object. `depth` is the nesting at this point (the object itself is 1); `deepest` the most seen."""
+    """One JSON object. `depth` is the nesting at this point (the object itself is 1)."""
 
     def __init__(self) -> None:
         self.depth = 0
-        self.deepest = 0
         self._state = _State.START
         self._name = bytearray()
         self._escaped = False
@@ -80,7 +84,7 @@ class MemberScanner:
         byte, position = black[0], black.start()
         if self._state is _State.START:
             if byte == b"{":
-                self.depth = self.deepest = 1
+                self.depth = 1
                 self._state = _State.NAME
             elif byte not in b"\xef\xbb\xbf":
                 self._state = _State.OVER
@@ -96,7 +100,7 @@ class MemberScanner:
             if byte == b'"':
                 self._state = _State.IN_STRING
             elif byte in b"{[":
-                self._enter()
+                self.depth += 1
                 self._state = _State.NESTED
             else:
                 self._state = _State.IN_SCALAR
@@ -109,15 +113,15 @@ class MemberScanner:
             self._escaped = False
             position += 1
         closed = False
-        while (hit := _IN_STRING.search(data, position)) is not None:
-            if hit[0] == b'"':
-                position, closed = hit.end(), True
-                break
-            position = hit.end() + 1
-            if position > len(data):
-                self._escaped = True
-        else:
-            position = len(data)
+        length = len(data)
+        while position < length and not closed:
+            run = _IN_STRING.match(data, position)
+            assert run is not None  # it matches nothing, too
+            position = run.end()
+            if data[position : position + 1] == b'"':
+                position, closed = position + 1, True
+            elif position == length - 1 and data[position] == 0x5C:
+                position, self._escaped = length, True
         if self._state is _State.IN_NAME and len(self._name) < _MAX_NAME:
             self._name += data[start : position - 1 if closed else position]
         if closed:
@@ -130,23 +134,19 @@ class MemberScanner:
         return position
 
     def _nested(self, data: bytes, position: int, marks: list[Mark]) -> int:
-        hit = _NESTED.search(data, position)
-        if hit is None:
-            return len(data)
-        byte = hit[0]
+        run = _NESTED.match(data, position)
+        assert run is not None  # it matches nothing, too
+        position = run.end()
+        byte = data[position : position + 1]
         if byte == b'"':
             self._state = _State.NESTED_STRING
-        elif byte in b"{[":
-            self._enter()
-        else:
+        elif byte and byte in b"{[":
+            self.depth += 1
+        elif byte:
             self.depth -= 1
             if self.depth == 1:
-                self._end_value(marks, hit.end())
-        return hit.end()
-
-    def _enter(self) -> None:
-        self.depth += 1
-        self.deepest = max(self.deepest, self.depth)
+                self._end_value(marks, position + 1)
+        return position + len(byte)
 
     def _end_value(self, marks: list[Mark], offset: int) -> None:
         marks.append(Mark(self._text(), offset, False))
@@ -160,16 +160,3 @@ class MemberScanner:
             except ValueError:
                 return ""
         return name.decode("utf-8", "surrogateescape")
-
-
-def members(body: bytes, max_depth: int) -> Iterator[tuple[str, int, int]]:
-    """(name, start, end) of every top-level member's value of a whole JSON object, in order.
-
-    Raises ValueError when it is nested deeper than `max_depth`.
-    """
-    scanner = MemberScanner()
-    marks = scanner.feed(body)
-    if scanner.deepest > max_depth:
-        raise ValueError(f"nested deeper than {max_depth} levels")
-    for begin, end in zip(marks[::2], marks[1::2], strict=False):
-        yield begin.name, begin.offset, end.offset

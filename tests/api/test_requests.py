@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -153,6 +154,42 @@ def test_list_that_only_python_parses_goes_by_load_alone(prompt: str) -> None:
     assert (request.model, request.prompts, request.attributes[LOAD_ONLY]) == ("m", (), "no-prompt")
 
 
+@pytest.mark.parametrize("item", [b"[1]", b"[]", b'""', b'"a" ', b' "\\", \\""'])
+def test_endless_list_of_prompts_goes_by_load_alone_without_being_taken_apart(item: bytes) -> None:
+    body = completions("[" + ",".join([item.decode()] * 200_000) + "]")
+    tracemalloc.start()
+    try:
+        request = parse(body, "/v1/completions")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (request.prompts, request.attributes[LOAD_ONLY]) == ((), "too-many-prompts")
+    assert peak < 8 * len(body)
+
+
+def test_as_many_prompts_as_are_looked_at_pass_whatever_is_in_them() -> None:
+    prompts = ['he said "a", "b", \\', 'x",', ""] * 682
+    request = parse(completions(json.dumps(prompts)), "/v1/completions")
+    assert len(request.prompts) == len(prompts)
+
+
+def test_tolerant_reader_bounds_the_members() -> None:
+    members = b"".join(b',"k%d":1' % i for i in range(2_000))
+    body = b'{"model":"m","prompt":"a","x":NaN' + members + b"}"
+    assert refusal(body, "/v1/completions").reason == "has more than 1024 members"
+
+
+def test_tolerant_reader_refuses_what_is_cut_or_followed_by_more() -> None:
+    good = b'{"model": "m", "prompt": "a", "x": [NaN]}'
+    assert parse(good + b" \n", "/v1/completions").model == "m"
+    for end in range(len(good)):
+        assert "JSON" in refusal(good[:end], "/v1/completions").reason or not end
+    for more in (b"x", b"{}", b",", b"}"):
+        assert "Extra data" in refusal(good + more, "/v1/completions").reason
+    for comma in (b'{"model":"m",}', b'{,"model":"m"}', b'{"x":NaN,}', b'{"x" NaN}', b"{NaN:1}"):
+        assert "is not valid JSON" in refusal(comma, "/v1/completions").reason
+
+
 def test_text_with_a_lone_surrogate_is_a_prompt() -> None:
     assert parse(completions('"a\\ud800"'), "/v1/completions").prompts == (b"a\\ud800",)
 
@@ -260,7 +297,7 @@ def test_session_is_named_by_the_surest_hint(hints: dict[str, Any], session: str
         (b"\xff\xfe{\x00}\x00", ""),
         (b'{"model":"m","x":' + b"[" * 10_000 + b"]" * 10_000 + b"}", ""),
         (b'{"model":"m","x":' + b'{"a":' * 10_000 + b"1" + b"}" * 10_000 + b"}", ""),
-        (b'{"model":"m","x":NaN,"y":' + b"[" * 600 + b"]" * 600 + b"}", ""),
+        (b'{"model":"m","x":NaN,"y":' + b"[" * 6_000 + b"]" * 6_000 + b"}", ""),
         (b'{"model":"m"}', "messages"),
         (b'{"model":"m","messages":"hi"}', "messages"),
         (b'{"model":"m","messages":' + b"1" * 1_000_000 + b"}", "messages"),

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.api.scan import members
+from epp.api.fields import Fields, read_fields, span_of
+from epp.api.scan import MemberScanner
 from epp.api.splice import include_usage, model_span, rewrite_model
 
 ODD = [
@@ -64,11 +65,34 @@ def test_rewrite_changes_the_model_and_nothing_else(
     assert json.loads(new)["model"] == model
 
 
-@given(OBJECTS, st.sampled_from([None, 2]))
-def test_members_lie_where_a_parser_finds_them(body: dict[str, Any], indent: int | None) -> None:
+@given(OBJECTS, st.sampled_from([None, 2]), st.integers(1, 9))
+def test_members_lie_where_a_parser_finds_them(body: dict[str, Any], indent: int | None, piece: int) -> None:
     text = json.dumps(body, indent=indent).encode()
-    found = [(name, json.loads(text[start:end])) for name, start, end in members(text, 1000)]
+    scanner = MemberScanner()
+    marks = [
+        (mark.name, start + mark.offset)
+        for start in range(0, len(text), piece)
+        for mark in scanner.feed(text[start : start + piece])
+    ]
+    found = [
+        (begin[0], json.loads(text[begin[1] : end[1]])) for begin, end in zip(marks[::2], marks[1::2], strict=True)
+    ]
     assert repr(found) == repr(list(json.loads(text).items()))
+
+
+@given(st.dictionaries(st.sampled_from(Fields.__struct_fields__), OBJECTS), st.sampled_from([None, 2]), st.booleans())
+def test_what_only_python_parses_is_read_the_same(body: dict[str, Any], indent: int | None, escape: bool) -> None:
+    text = json.dumps({"x": [float("nan"), "\ud800 é"], **body}, indent=indent, ensure_ascii=escape)
+    encoded = text.encode("utf-8-sig", "surrogatepass")
+    fields = read_fields(encoded)
+    for name in Fields.__struct_fields__:
+        raw = getattr(fields, name)
+        span = span_of(encoded, raw)
+        if name in body:
+            assert span is not None
+            assert repr(json.loads(encoded[span[0] : span[1]])) == repr(body[name])
+        else:
+            assert span is None
 
 
 @pytest.mark.parametrize(
