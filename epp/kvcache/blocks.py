@@ -35,7 +35,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _UNMIX = tuple(pow(m, -1, 1 << 64) for m in _MIX)
 _STEP = 0xD1342543DE82EF95
-"""M of the token chain (a multiplier of Steele and Vigna 2021); 5 mod 8, so its powers return to 1 after 2^62 blocks."""
+"""M of the token chain (a multiplier of Steele and Vigna 2021). 5 mod 8: its powers return to 1 after 2^62 blocks."""
 _CHUNK = 4096
 """Blocks chained at once: bounds the tables of powers and keeps a chunk's arrays in the processor's cache."""
 _U64 = (1 << 64) - 1
