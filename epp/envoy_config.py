@@ -124,7 +124,7 @@ from envoy_data_plane.envoy.extensions.upstreams.http.v3 import (
 )
 from envoy_data_plane.envoy.type.matcher.v3 import RegexMatchAndSubstitute, RegexMatcher
 from envoy_data_plane.envoy.type.metadata.v3 import MetadataKey, MetadataKeyPathSegment
-from envoy_data_plane.envoy.type.v3 import Percent
+from envoy_data_plane.envoy.type.v3 import HttpStatus, Percent, StatusCode
 from envoy_data_plane.google.protobuf import Any as ProtoAny
 from envoy_data_plane.google.protobuf import Struct, Value
 
@@ -307,6 +307,7 @@ def _http_filters(options: EnvoyOptions, mode: ProcessingMode, *, observe: bool)
     picker = ExternalProcessor(
         grpc_service=_picker_service(),
         failure_mode_allow=options.failure_mode is FailureMode.OPEN,
+        status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
         message_timeout=MESSAGE_TIMEOUT,
         metadata_options=MetadataOptions(
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE]),

@@ -34,6 +34,7 @@ NOTES = {
     "retry_host_predicate": "A retry goes to the next endpoint of the picker's list, not to the one that failed.",
     "response_headers_to_add": "Session affinity: the token the picker left in the metadata, if it left one.",
     "failure_mode_allow": "true: serve without the picker (fail-open); false: an error without it (fail-closed).",
+    "status_on_error": "To a client, a picker that is gone is a 503, not the 500 of Envoy's default.",
     "message_timeout": "Envoy's default is 200 ms. Not enforced while a full-duplex body is held.",
     "receiving_namespaces": "Without this the picker's metadata is dropped in silence.",
     "observability_mode": "Shows the response to the picker and never waits for it.",

@@ -7,11 +7,12 @@ shown when it does not start, and looked through by tests.
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -114,10 +115,14 @@ async def running_stack(
     tls: bool = False,
     usage: bool = False,
     args: tuple[str, ...] = (),
+    endpoints_file: Path | None = None,
+    edit: Callable[[Any, list[str]], None] = lambda tree, known: None,
 ) -> AsyncIterator[Stack]:
     """`workers` workers, a picker that knows them and the `dead` addresses, and Envoy before it.
 
-    Envoy knows them too (`listed`), follows them in the picker's file (`followed`), or does not.
+    Envoy knows them too (`listed`), follows them in the picker's file (`followed`), or does not. With `endpoints_file`
+    the picker is told of them there. `edit` may change Envoy's configuration, as parsed from YAML, knowing their
+    addresses.
     """
     async with AsyncExitStack() as stack:
         running = [await stack.enter_async_context(running_worker(f"w{i}")) for i in range(workers)]
@@ -127,7 +132,11 @@ async def running_stack(
         args += ("--edge", edge, "--secure-serving" if tls else "--no-secure-serving")
         args += ("--observe-responses",) if usage else ()
         args += ("--envoy-endpoints", f"{directory}/pool.json") if followed else ()
-        picker = await stack.enter_async_context(running_picker(directory, listen, known, *args))
+        told = [f"--endpoint={address}" for address in known]
+        if endpoints_file is not None:
+            write_endpoints(endpoints_file, known)
+            told = [f"--endpoints-file={endpoints_file}"]
+        picker = await stack.enter_async_context(running_picker(directory, listen, *told, *args))
         options = defaults(
             Mode.SIDECAR,
             profile,
@@ -141,29 +150,45 @@ async def running_stack(
             picker_tls=tls,
             usage=usage,
         )
-        envoy = await stack.enter_async_context(running_envoy(options, _show_metadata))
+
+        def changed(tree: Any) -> None:
+            _show_metadata(tree)
+            edit(tree, known)
+
+        envoy = await stack.enter_async_context(running_envoy(options, changed))
         connector = aiohttp.TCPConnector(limit=0)
         client = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
         yield Stack(envoy, picker, running, client, edge, profile)
 
 
+def manager_of(tree: Any) -> Any:
+    """The HTTP connection manager in Envoy's configuration."""
+    return tree["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+
+
+def write_endpoints(file: Path, addresses: list[str]) -> None:
+    """Put an endpoints file in place at once."""
+    entries = [{"address": host, "ports": int(port)} for host, _, port in (a.rpartition(":") for a in addresses)]
+    new = file.with_suffix(".new")
+    new.write_text(json.dumps({"endpoints": entries}))
+    new.replace(file)
+
+
 def _show_metadata(tree: Any) -> None:
     """Let clients see the destination in the metadata, as the response header `x-metadata`."""
-    manager = tree["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
-    (host,) = manager["route_config"]["virtual_hosts"]
+    (host,) = manager_of(tree)["route_config"]["virtual_hosts"]
     header = {"key": "x-metadata", "value": f"%DYNAMIC_METADATA(envoy.lb:{DESTINATION})%"}
     host.setdefault("response_headers_to_add", []).append({"header": header})
 
 
 @asynccontextmanager
-async def running_picker(directory: Path, listen: str, endpoints: list[str], *args: str) -> AsyncIterator[Picker]:
+async def running_picker(directory: Path, listen: str, *args: str) -> AsyncIterator[Picker]:
     """`kvsteer serve`, ready; killed at the end if it still runs."""
     log = directory / "picker.log"
     admin = f"127.0.0.1:{_free_port()}"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "epp.cli", "serve", "--listen", listen, "--health-port", "0", "--admin", admin),
-            *(f"--endpoint={address}" for address in endpoints),
             *args,
             stdout=output,
             stderr=output,

@@ -145,7 +145,13 @@ WORDS = "The quick brown fox jumps over the lazy dog. " * 250
 IDS = list(range(1, 3000))
 PARTS = [{"type": "text", "text": WORDS}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-COMPLETIONS = [{"prompt": WORDS}, {"prompt": [WORDS]}, {"prompt": IDS}, {"prompt": [IDS]}, {"prompt": ["hi", WORDS]}]
+COMPLETIONS: list[dict[str, Any]] = [
+    {"prompt": WORDS},
+    {"prompt": [WORDS]},
+    {"prompt": IDS},
+    {"prompt": [IDS]},
+    {"prompt": ["hi", WORDS]},
+]
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": WORDS}],
     [{"role": "user", "content": PARTS[:1]}],

@@ -45,7 +45,8 @@ async def steered(fleet: Fleet, profile: Profile, folder: Path) -> AsyncIterator
     options = defaults(
         Mode.SIDECAR, profile, picker=parse_picker(listen), endpoints=tuple(map(HostPort.parse, addresses))
     )
-    async with running_picker(folder, listen, addresses) as picker, running_envoy(options) as envoy:
+    told = [f"--endpoint={address}" for address in addresses]
+    async with running_picker(folder, listen, *told) as picker, running_envoy(options) as envoy:
         yield envoy.url, picker
 
 
