@@ -76,5 +76,6 @@ def make_pool(count: int) -> Pool:
         for column in ("waiting", "running", "kv_usage"):
             endpoint.set(column, random.random())
         endpoint.set("scraped_at", 100.0)
+        endpoint.block_size, endpoint.cache_blocks = 16, 100_000
         endpoint.count(requests=random.randrange(8), tokens=random.randrange(100_000))
     return pool

@@ -277,7 +277,8 @@ class Director:
         stats.requests += 1
         stats.running += 1
         stats.request_bytes.observe(request.body_bytes)
-        self.metrics.reasons.update(decision.reasons)
+        if decision.reasons:
+            self.metrics.reasons.update(decision.reasons)
         endpoint = decision.endpoints[0]
         flight = Flight(request, decision, scheduler, endpoint.acquire(_weight(decision), now), stats, now)
         self.health.picked(endpoint, now)

@@ -202,6 +202,8 @@ class Pool:
         self.endpoints: list[Endpoint] = []
         self.by_address: dict[str, Endpoint] = {}
         self.columns: dict[str, Floats] = {name: np.full(16, _initial(name)) for name in COLUMNS}
+        self._whole_columns: dict[str, Floats] = {}
+        self._everyone: tuple[Endpoint, ...] = ()
         self.update(add=endpoints)
 
     def __len__(self) -> int:
@@ -215,6 +217,8 @@ class Pool:
         for endpoint in add:
             self._add(endpoint)
         self.version += 1
+        self._whole_columns = {}
+        self._everyone = tuple(self.endpoints)
 
     def _add(self, endpoint: Endpoint) -> None:
         if endpoint.address in self.by_address:
@@ -241,15 +245,26 @@ class Pool:
         del self.by_address[endpoint.address]
         endpoint.pool, endpoint.row = None, -1
 
+    def whole_column(self, name: str) -> Floats:
+        """One live column over all endpoints, row for row; read-only, and the same view until members change."""
+        view = self._whole_columns.get(name)
+        if view is None:
+            view = self._whole_columns[name] = self.columns[name][: len(self.endpoints)]
+            view.flags.writeable = False
+        return view
+
     def candidates(self, now: float, subset: frozenset[str] | None = None) -> Candidates:
         """The endpoints a request may go to: available ones, and inside `subset` when one is given.
 
         `subset` holds `ip:port` or a bare address, which stands for each port there.
         """
-        endpoints = self.endpoints
-        rows = [e.row for e in endpoints if e.available and (subset is None or e.address in subset or e.host in subset)]
+        endpoints = self._everyone
+        if subset is None:
+            rows = [e.row for e in endpoints if e.available]
+        else:
+            rows = [e.row for e in endpoints if e.available and (e.address in subset or e.host in subset)]
         if len(rows) == len(endpoints):
-            return Candidates(self, tuple(endpoints), slice(0, len(endpoints)), now)
+            return Candidates(self, endpoints, slice(0, len(endpoints)), now)
         return Candidates(self, tuple(endpoints[r] for r in rows), np.array(rows, dtype=np.intp), now)
 
 
@@ -294,7 +309,10 @@ class Candidates:
 
     def column(self, name: str) -> Floats:
         """One live column for these candidates; `name` is one of `COLUMNS`. Read-only: writing to it raises."""
-        values = self.pool.columns[name][self.rows]
+        pool, rows = self.pool, self.rows
+        if isinstance(rows, slice) and rows.stop == len(pool.endpoints):
+            return pool.whole_column(name)
+        values = pool.columns[name][rows]
         values.flags.writeable = False
         return values
 

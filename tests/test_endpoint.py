@@ -26,3 +26,29 @@ def test_a_subset_allows_endpoints_by_address_and_port_or_all_ports_of_an_addres
 ) -> None:
     candidates = Pool(Endpoint(*host) for host in HOSTS).candidates(0.0, None if subset is None else frozenset(subset))
     assert [endpoint.address for endpoint in candidates] == addresses
+
+
+def test_a_column_is_shown_live_read_only_and_follows_the_members() -> None:
+    pool = Pool(Endpoint(*host) for host in HOSTS)
+    first = pool.candidates(0.0)
+    assert first.column("running") is pool.candidates(1.0).column("running")
+    pool.endpoints[1].set("running", 7.0)
+    assert first.column("running")[1] == 7.0
+    with pytest.raises(ValueError, match="read-only"):
+        first.column("running")[0] = 1.0
+    pool.update(remove=[pool.endpoints[0]])
+    assert len(pool.candidates(0.0).column("running")) == 3
+    assert len(first.column("running")) == 4
+    pool.update(add=[Endpoint("10.1.0.1", port) for port in range(1, 40)])
+    pool.endpoints[-1].set("running", 9.0)
+    assert pool.candidates(0.0).column("running")[-1] == 9.0
+
+
+def test_an_endpoint_that_is_out_is_no_candidate_and_its_row_no_column() -> None:
+    pool = Pool(Endpoint(*host) for host in HOSTS)
+    for i, endpoint in enumerate(pool.endpoints):
+        endpoint.set("running", float(i))
+    pool.endpoints[1].available = False
+    candidates = pool.candidates(0.0)
+    assert [e.row for e in candidates] == [0, 2, 3]
+    assert candidates.column("running").tolist() == [0.0, 2.0, 3.0]

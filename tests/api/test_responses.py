@@ -126,6 +126,13 @@ def test_usage_of_a_document_is_found_at_any_cut_and_only_on_top() -> None:
         assert read([body[:cut], body[cut:]], Api.COMPLETIONS, JSON).usage == Usage(401, 8, 384)
 
 
+def test_what_follows_a_whole_document_counts_nothing() -> None:
+    body = b' {"usage": {"prompt_tokens": 5}}\n'
+    assert read([body, body[:20], b" "], content_type=JSON).usage == Usage(5)
+    assert read([b"", body], content_type=JSON).usage == Usage(5)
+    assert read([b'{"usage": null}'], content_type=JSON).usage is None
+
+
 def test_large_answer_is_scanned_not_held() -> None:
     reader = ResponseReader(Api.EMBEDDINGS, JSON)
     row = b'{"object":"embedding","embedding":[' + b"0.0123," * 20_000 + b"1]},"

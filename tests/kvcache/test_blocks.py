@@ -66,6 +66,16 @@ def test_the_limit_keeps_the_leading_keys() -> None:
     assert keys(text, limit=0) == keys(text, limit=-1) == []
 
 
+@pytest.mark.parametrize("size", [1, 16, 64, 65])
+def test_few_blocks_have_the_keys_that_they_have_among_many(size: int) -> None:
+    text = bytes(np.random.default_rng(1).integers(0, 256, 4 * size * 10, dtype=np.uint8))
+    ids = np.random.default_rng(2).integers(0, 1 << 32, size * 10, dtype=np.uint32)
+    for item in (text, ids):
+        many = block_keys(item, size, 1 << 63, limit=100)
+        for blocks in range(1, 6):
+            assert block_keys(item, size, 1 << 63, limit=blocks).tolist() == many[:blocks].tolist()
+
+
 def test_token_ids_and_text_of_equal_words_are_different_prompts() -> None:
     ids = np.arange(16, dtype=np.uint32)
     assert keys(ids) != keys(ids.tobytes())
