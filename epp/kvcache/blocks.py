@@ -97,7 +97,8 @@ def block_keys(item: PromptItem, block_size: int, seed: int, *, limit: int) -> K
 
 def _few_keys(words: list[int], block_size: int, start: int) -> Keys:
     """`block_keys` of a few small blocks."""
-    weights, total, keys = _weight_list(block_size), start, []
+    weights, total = _weight_list(block_size), start
+    keys: list[int] = []
     for i in range(0, len(words), block_size):
         term = sum(map(mul, words[i : i + block_size], weights)) + (len(keys) + 1) * int(_GOLDEN) & _U64
         total = total + _mix_one(term) & _U64
