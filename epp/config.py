@@ -20,7 +20,7 @@ from typing import Any
 
 from epp import field_types
 from epp.decoding import camel, convert, decode
-from epp.document import Node, Problem, Problems, join, one_line, parse, show, unknown
+from epp.document import Node, Problem, Problems, UnreadableFile, join, one_line, parse, read_file, show, unknown
 from epp.plugin import DEFAULT_PRODUCERS, Filter, Picker, Plugin, Producer, ProfileHandler, Scorer
 from epp.registry import Registry, RegistryError, default_registry, roles
 
@@ -83,11 +83,9 @@ def load(path: str | Path, registry: Registry | None = None) -> PickerConfig:
     """Read a configuration file. Raises ConfigError for everything wrong with it, unreadable included."""
     path = Path(path)
     try:
-        text = path.read_bytes().decode()
-    except OSError as error:
-        raise ConfigError(str(path), [Problem(1, "", f"cannot be read: {error.strerror or error}")]) from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(str(path), [Problem(1, "", f"is not UTF-8 text (byte {error.start})")]) from None
+        text = read_file(path)
+    except UnreadableFile as error:
+        raise ConfigError(str(path), [Problem(1, "", str(error))]) from None
     return read(text, source=str(path), folder=path.parent, registry=registry)
 
 

@@ -1,7 +1,7 @@
 """Configuration documents: bounded YAML in which every value knows its line, and the problems found in it.
 
 In: text from a file a person wrote. Out: a tree of `Node`s, and `Problem`s, all of them, each with the line and the
-path of the value it speaks of. Pure: no file is opened here. `epp.decoding` makes typed values of the nodes.
+path of the value it speaks of. Pure but for `read_file`. `epp.decoding` makes typed values of the nodes.
 
 Bounded means: size, depth and number of values are limited, with aliases counted as written out, so that no document
 can exhaust the process. A repeated key is a problem; tags, merge keys and several documents are refused.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Union
 
 import yaml
@@ -63,6 +64,28 @@ class Problems:
     def sorted(self) -> tuple[Problem, ...]:
         """Each once, in the order of lines."""
         return tuple(sorted(self.found, key=lambda p: p.line))
+
+
+class UnreadableFile(Exception):
+    """A file that is not there, is no text or is too long; the text says which."""
+
+
+def read_file(path: Path) -> str:
+    """The text of a file. Whatever lies there now (`/dev/zero`, a core dump), no more than `MAX_BYTES` are read.
+
+    Raises UnreadableFile.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UnreadableFile(f"cannot be read: {error.strerror or error}") from None
+    if len(data) > MAX_BYTES:
+        raise UnreadableFile(f"the file is longer than {MAX_BYTES} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UnreadableFile(f"is not UTF-8 text (byte {error.start})") from None
 
 
 # --- reading YAML ---------------------------------------------------------------------------------------------------

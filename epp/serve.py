@@ -1,8 +1,8 @@
 """`kvsteer serve`: the parts put together, started in order, and stopped in order.
 
 In: `Settings`. Out: a running picker until SIGTERM or SIGINT, then a drain: readiness off, new streams served until
-health checks have seen it, then no new ones, running ones finish within the grace, exit 0. SIGHUP reads the
-configuration file again.
+health checks have seen it, then no new ones, running ones finish within the grace, exit 0; a second signal ends them at
+once. SIGHUP reads the configuration file again.
 """
 
 from __future__ import annotations
@@ -150,12 +150,11 @@ class Picker:
 
     async def run(self, started: Callable[[Picker], None] = lambda picker: None) -> None:
         """Serve until SIGTERM or SIGINT. Raises `epp.gateway.edge.AddressError` or OSError if a port cannot be had."""
-        stop = asyncio.Event()
+        stop, hurry = asyncio.Event(), asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, stop.set)
-        if self.watcher is not None:
-            loop.add_signal_handler(signal.SIGHUP, self.watcher.trigger)
+            loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+        loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         async with AsyncExitStack() as stack:
             stack.callback(self.decisions.close)
             await self._listen(stack)
@@ -165,7 +164,12 @@ class Picker:
             gc.freeze()
             started(self)
             await stop.wait()
-            await self._drain()
+            drained, hurried = asyncio.create_task(self._drain()), asyncio.create_task(hurry.wait())
+            await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
+            hurried.cancel()
+            if not drained.done():
+                log.warning("a second signal: %d requests that still run are ended", _running(self.pool))
+                drained.cancel()
 
     async def _listen(self, stack: AsyncExitStack) -> None:
         settings = self.settings
@@ -251,6 +255,12 @@ class Picker:
         if (not reason) != self.serving.ready:
             log.info("%s", f"not ready: {reason}" if reason else f"ready: {len(self.pool)} endpoints")
         self.serving.set_ready(not reason, reason or "ok")
+
+    def _hang_up(self) -> None:
+        if self.watcher is not None:
+            self.watcher.trigger()
+        else:
+            log.info("SIGHUP: there is no configuration file to read again")
 
     async def _drain(self) -> None:
         grace = self.settings.grace_s

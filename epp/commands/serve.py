@@ -157,7 +157,8 @@ def command(
 ) -> None:
     """Run the picker: answer Envoy's ext_proc streams until SIGTERM.
 
-    Workers come from --endpoint, --endpoints-file and --dns, together. SIGHUP reads the configuration file again.
+    Workers come from --endpoint, --endpoints-file and --dns, together. SIGHUP reads the configuration file again. A
+    second SIGTERM or Ctrl-C does not wait for running requests.
 
     \b
       kvsteer serve --endpoint 127.0.0.1:8101 --endpoint 127.0.0.1:8102
@@ -203,7 +204,8 @@ def command(
     except (AddressError, TlsError) as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
-        raise click.ClickException(f"cannot start: {error.strerror or error}") from error
+        where = f"{error.filename}: " if error.filename else ""
+        raise click.ClickException(f"cannot start: {where}{error.strerror or error}") from error
 
 
 def _run(settings: Settings) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from epp.decoding import decode
 from epp.discovery.membership import SHORT_LABELS, EndpointSpec, Publish, expand, parse_host, parse_ports
-from epp.document import MAX_BYTES, Node, Problem, Problems, join, parse, show, unknown
+from epp.document import Node, Problem, Problems, UnreadableFile, join, parse, read_file, show, unknown
 
 log = logging.getLogger(__name__)
 
@@ -84,12 +84,9 @@ class FileDiscovery:
 def load(path: Path) -> list[EndpointSpec]:
     """Read the file. Raises EndpointFileError for everything wrong with it."""
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1).decode()
-    except OSError as error:
-        raise EndpointFileError(path, (Problem(1, "", f"cannot be read: {error.strerror or error}"),)) from None
-    except UnicodeDecodeError as error:
-        raise EndpointFileError(path, (Problem(1, "", f"is not UTF-8 text (byte {error.start})"),)) from None
+        text = read_file(path)
+    except UnreadableFile as error:
+        raise EndpointFileError(path, (Problem(1, "", str(error)),)) from None
     problems = Problems()
     root = parse(text, problems)
     specs = _endpoints(root, problems) if root is not None else []

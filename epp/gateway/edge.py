@@ -30,7 +30,8 @@ class EdgeServer(Protocol):
     async def drain(self, grace_s: float) -> None:
         """Take no more connections or streams, give running streams `grace_s` seconds, end the rest with UNAVAILABLE.
 
-        Watches end at once. Returns when everything is closed; a second call waits for the first.
+        Watches end at once. Returns when everything is closed. A second call waits for the first, and can only
+        shorten its grace.
         """
 
 

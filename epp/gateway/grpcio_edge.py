@@ -75,18 +75,20 @@ class GrpcioServer:
 
     async def drain(self, grace_s: float) -> None:
         """See `EdgeServer`."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(grace_s, self._end_running)
         if self._drained is None:
-            self._drained = asyncio.get_running_loop().create_task(self._drain(grace_s))
+            self._drained = loop.create_task(self._drain(grace_s))
         await asyncio.shield(self._drained)
 
     async def _drain(self, grace_s: float) -> None:
         for rpc in list(self.watching):
             rpc.finish(GrpcStatus.UNAVAILABLE, "draining")
-        stopping = asyncio.get_running_loop().create_task(self._server.stop(grace_s + 2.0))
-        await asyncio.wait((stopping,), timeout=grace_s)
+        await self._server.stop(grace_s + 2.0)
+
+    def _end_running(self) -> None:
         for rpc in list(self.running):
             rpc.finish(GrpcStatus.UNAVAILABLE, "draining")
-        await stopping
 
 
 class _Handlers(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc carries no types

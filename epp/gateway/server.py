@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import ctypes
 import logging
+import math
 import socket
 from collections.abc import Sequence
 from typing import Any, Final, cast
@@ -56,11 +57,12 @@ class LeanServer:
         self.addresses: tuple[str, ...] = ()
         self.open: set[_Transport] = set()
         self.draining = False
-        self.idle = asyncio.Event()  # set whenever a connection is lost
+        self.idle = asyncio.Event()  # set whenever a connection is lost or the drain is to end sooner
         self._tls = tls
         self._listening: list[tuple[Address, socket.socket, asyncio.Server]] = []
         self._ticker: asyncio.Task[None] | None = None
         self._drained: asyncio.Task[None] | None = None
+        self._drain_until = math.inf
 
     @classmethod
     async def start(cls, addresses: Sequence[str], service: Service, tls: Tls | None, limits: Limits) -> LeanServer:
@@ -81,11 +83,14 @@ class LeanServer:
 
     async def drain(self, grace_s: float) -> None:
         """See `EdgeServer`."""
+        loop = asyncio.get_running_loop()
+        self._drain_until = min(self._drain_until, loop.time() + grace_s)
+        self.idle.set()
         if self._drained is None:
-            self._drained = asyncio.get_running_loop().create_task(self._drain(grace_s))
+            self._drained = loop.create_task(self._drain())
         await asyncio.shield(self._drained)
 
-    async def _drain(self, grace_s: float) -> None:
+    async def _drain(self) -> None:
         loop = asyncio.get_running_loop()
         self.draining = True
         for address, sock, started in self._listening:
@@ -93,18 +98,19 @@ class LeanServer:
             close_socket(address, sock)
         for transport in list(self.open):
             transport.drain()
-        await self._wait_closed(loop.time() + grace_s)
+        await self._wait_closed()
         for transport in list(self.open):
             transport.end_all()
-        await self._wait_closed(loop.time() + CLOSE_S)
+        self._drain_until = loop.time() + CLOSE_S
+        await self._wait_closed()
         for transport in list(self.open):
             transport.abort()
         if self._ticker is not None:
             self._ticker.cancel()
 
-    async def _wait_closed(self, until: float) -> None:
+    async def _wait_closed(self) -> None:
         loop = asyncio.get_running_loop()
-        while self.open and (left := until - loop.time()) > 0:
+        while self.open and (left := self._drain_until - loop.time()) > 0:
             self.idle.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.idle.wait(), left)

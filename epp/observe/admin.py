@@ -47,7 +47,7 @@ def application(sources: Sources) -> web.Application:
 
     async def decisions(request: web.Request) -> web.Response:
         text = request.query.get("limit", "50")
-        if not text.isdecimal() or not 1 <= int(text) <= MAX_DECISIONS:
+        if not (text.isdecimal() and len(text) <= 4 and 1 <= int(text) <= MAX_DECISIONS):
             return web.json_response({"error": f"limit: a number from 1 to {MAX_DECISIONS}"}, status=400)
         found = list(sources.decisions(int(text), request.query.get("id", "")))
         return web.json_response(found, dumps=_dumps)

@@ -23,6 +23,8 @@ from epp.endpoint import Pool
 
 MAX_MODELS = 200
 """Model names are sent by clients; beyond this many, requests are counted under `other`."""
+MAX_MODEL_CHARS = 256
+"""A longer name is counted under `other`: it would be on a hundred lines of every page."""
 
 DURATION_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 300, 600, 1800, 3600)
 TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120)
@@ -108,12 +110,17 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def model(self, model: str, target: str) -> ModelStats:
-        """The counts of one model, bounded in number."""
+        """The counts of one model, bounded in number; where workers tell what they serve, only that has its own."""
         stats = self.models.get((model, target))
         if stats is None:
-            key = (model, target) if len(self.models) < MAX_MODELS else ("other", "other")
+            own = len(self.models) < MAX_MODELS and len(model) <= MAX_MODEL_CHARS and self._is_served(target)
+            key = (model, target) if own else ("other", "other")
             stats = self.models.setdefault(key, ModelStats())
         return stats
+
+    def _is_served(self, model: str) -> bool:
+        told = [e.models for e in self.pool.endpoints if e.models is not None]
+        return not (model and told) or any(model in models for models in told)
 
     def render(self) -> bytes:
         """The text exposition format of Prometheus."""

@@ -102,7 +102,8 @@ class Scraper:
     async def _run(self, endpoint: Endpoint) -> None:
         target = _Target(endpoint)
         # Spread the first scrapes, so that a big pool is not scraped in bursts ever after.
-        await asyncio.sleep(self._random.random() * min(self.settings.interval_s, 0.2))
+        spread_s = max(min(self.settings.interval_s, 0.2), len(self._tasks) / self.settings.max_rate)
+        await asyncio.sleep(self._random.random() * spread_s)
         while True:
             try:
                 await self._turn(target)

@@ -117,3 +117,11 @@ async def test_the_task_sees_changes_by_itself_and_a_trigger_takes_a_changed_plu
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_an_endless_file_in_its_place_is_refused_after_its_first_megabyte(server: Server) -> None:
+    path = server.watcher.path
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    assert not await server.watcher.check()
+    assert server.watcher.refused == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from contextlib import suppress
 
 import pytest
@@ -64,6 +65,20 @@ async def test_a_picker_told_to_stop_finishes_what_runs_and_leaves_in_time(profi
         assert {a.body.endswith(b"data: [DONE]\n\n") for a in answers} == {True}
         async with asyncio.timeout(20):
             assert await stack.picker.process.wait() == 0
+
+
+async def test_a_second_signal_ends_what_still_runs_and_a_hangup_ends_nothing() -> None:
+    async with running_stack(Profile.FAST, args=("--drain-delay", "3600", "--grace", "3600")) as stack:
+        stack.picker.process.send_signal(signal.SIGHUP)
+        slow = asyncio.create_task(stack.ask(BODY, **echo(chunks=600, pause=0.1, content_type="text/event-stream")))
+        await until(stack.running, lambda n: n == 1)
+        stack.picker.terminate()
+        await until(lambda: asyncio.to_thread(stack.picker.log.read_text), lambda text: "draining" in text)
+        stack.picker.terminate()
+        async with asyncio.timeout(20):
+            assert await stack.picker.process.wait() == 0
+        slow.cancel()
+        assert "1 requests that still run are ended" in stack.picker.log.read_text()
 
 
 @pytest.mark.parametrize(("profile", "delay"), [(Profile.GATEWAY, "3"), (Profile.FAST, "0")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import os
@@ -288,6 +289,17 @@ def test_a_hundred_idle_streams_do_not_hold_a_drain_beyond_its_grace(server: Run
         server.drain(0.1)
         assert {code_of(call) for call in calls} == {grpc.StatusCode.UNAVAILABLE}
     assert server.ledger.closings == [1] * 100
+
+
+def test_a_second_drain_cuts_the_grace_of_the_first_short(server: Running) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        call = echo(channel)(Requests(b"!stay"), timeout=60)
+        next(call)
+        first = asyncio.run_coroutine_threadsafe(server.edge.drain(3_600), server.loop)
+        server.drain(0)
+        first.result(20)
+        assert code_of(call) == grpc.StatusCode.UNAVAILABLE
+    assert server.ledger.closings == [1]
 
 
 def test_a_drain_ends_watches_at_once(kind: Kind) -> None:

@@ -53,6 +53,27 @@ def test_model_names_from_clients_are_bounded() -> None:
     assert metrics.models["other", "other"].requests == MAX_MODELS * 2
 
 
+def test_names_that_no_worker_serves_do_not_crowd_out_the_ones_served() -> None:
+    pool = Pool([Endpoint("10.0.0.1", 8000), Endpoint("10.0.0.2", 8000)])
+    pool.endpoints[0].models = frozenset({"real", "adapter"})
+    metrics = Metrics(pool)
+    for n in range(MAX_MODELS):
+        metrics.model(f"made-up-{n}", f"made-up-{n}").requests += 1
+    metrics.model("alias", "real").requests += 1
+    metrics.model("", "").requests += 1
+    assert {key: stats.requests for key, stats in metrics.models.items()} == {
+        ("other", "other"): MAX_MODELS,
+        ("alias", "real"): 1,
+        ("", ""): 1,
+    }
+
+
+def test_a_name_too_long_for_a_label_is_counted_under_other() -> None:
+    metrics = Metrics(Pool())
+    metrics.model("m" * 1_000_000, "m" * 1_000_000).requests += 1
+    assert list(metrics.models) == [("other", "other")]
+
+
 def test_a_histogram_puts_a_bound_into_its_own_bucket() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 9.0):
