@@ -56,7 +56,7 @@ async def test_fail_closed_answers_an_error_when_the_picker_is_killed(profile: P
 @both_profiles
 async def test_a_picker_told_to_stop_finishes_what_runs_and_leaves_in_time(profile: Profile) -> None:
     async with running_stack(profile, args=("--drain-delay", "0", "--grace", "20")) as stack:
-        slow = echo(chunks=20, pause=0.1, content_type="text/event-stream")
+        slow = echo(chunks=10, pause=0.1, content_type="text/event-stream")
         streams = [asyncio.create_task(stack.ask(BODY, **slow)) for _ in range(100)]
         await until(stack.running, lambda n: n == 100)
         stack.picker.terminate()
