@@ -6,7 +6,7 @@ import asyncio
 import socket
 import struct
 from random import Random
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -66,6 +66,7 @@ class FaultDice:
 
 def reset_connection(transport: asyncio.BaseTransport) -> None:
     """End a connection with RST instead of FIN: what a socket does that is closed while it lingers for 0 seconds."""
+    if transport.is_closing():  # its socket may be gone
+        return
     transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    assert isinstance(transport, asyncio.WriteTransport)
-    transport.abort()
+    cast(asyncio.WriteTransport, transport).abort()  # uvloop's transports are none by inheritance

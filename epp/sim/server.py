@@ -218,6 +218,8 @@ class Worker:
         """Every error in the shape of the API that was called."""
         try:
             return await handler(request)
+        except ConnectionResetError:  # the client went away while its answer was written
+            raise asyncio.CancelledError from None
         except ApiError as error:
             failure = error
         except web.HTTPException as error:

@@ -86,6 +86,25 @@ def test_a_stream_is_reset_under_the_commands_own_event_loop() -> None:
                 _read_to_end(client)
 
 
+def test_a_worker_that_dies_resets_its_connections_and_a_client_that_leaves_is_no_error() -> None:
+    with emulate("--port", "0", "--speed", "0.2") as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().split("//")[1].strip()
+        leaving, staying = (socket.create_connection(("127.0.0.1", int(address.split(":")[1])), 10) for _ in range(2))
+        body = b'{"prompt": "x", "stream": true}'
+        for client in (leaving, staying):
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            assert client.recv(20)
+        leaving.close()
+        faults = urllib.request.Request(f"http://{address}/control/faults", b'{"refuse": "close"}')
+        with urllib.request.urlopen(faults, timeout=10) as response:
+            assert response.status == 200
+        with staying, pytest.raises(ConnectionResetError):
+            _read_to_end(staying)
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=10)[1] == ""
+
+
 def _read_to_end(client: socket.socket) -> None:
     while client.recv(65536):
         pass
