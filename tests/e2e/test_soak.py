@@ -37,7 +37,7 @@ async def soaked(profile: Profile, edge: str) -> AsyncIterator[tuple[list[str], 
         listen = f"unix:{folder}/picker"
         async with (
             running_workers(4, *workers_args) as workers,
-            running_picker(Path(folder), listen, workers, "--edge", edge) as picker,
+            running_picker(Path(folder), listen, *(f"--endpoint={w}" for w in workers), "--edge", edge) as picker,
         ):
             options = defaults(
                 Mode.SIDECAR,
