@@ -48,6 +48,8 @@ class Worker:
     address: str = ""
     """`ip:port`."""
     requests: int = 0
+    scrapes: int = 0
+    """Answers to the picker's own requests."""
     running: int = 0
     most_running: int = 0
     connections: int = 0
@@ -76,6 +78,7 @@ class Worker:
         if "x-request-id" not in headers:  # not from Envoy: the picker looks how we are
             if not self.metrics:
                 await asyncio.Event().wait()
+            self.scrapes += 1
             text = self._metrics() if path == "/metrics" else "{}"
             return await self._answer(writer, Reply(content_type="text/plain", body=text), {})
         self.running += 1
