@@ -14,7 +14,7 @@ import click
 import uvloop
 from rich.console import Console
 
-from bench import api_micro, end_to_end, exchange_micro, ext_proc_micro, kv_micro, scheduler_micro
+from bench import api_micro, edge_micro, end_to_end, exchange_micro, ext_proc_micro, kv_micro, scheduler_micro
 from bench.load import LoadError
 from bench.table import tables
 from bench.targets import judged
@@ -22,6 +22,7 @@ from epp.demo.stack import StackError
 from epp.figures import Figure, write
 
 MICRO = {
+    "edge": edge_micro.figures,
     "ext_proc": ext_proc_micro.figures,
     "api": api_micro.figures,
     "scheduler": scheduler_micro.figures,
@@ -57,9 +58,9 @@ def main(out: Path, quick: bool, only: tuple[str, ...]) -> None:
             say(name)
             figures += measure()
     if END_TO_END in wanted:
-        rounds, seconds = (1, 0.4) if quick else (5, 0.6)
+        rounds, seconds, idle = (1, 0.4, 3.0) if quick else (5, 0.6, 6.0)
         try:
-            figures += uvloop.run(end_to_end.measure(say, rounds=rounds, seconds=seconds, idle_seconds=2 * seconds + 1))
+            figures += uvloop.run(end_to_end.measure(say, rounds=rounds, seconds=seconds, idle_seconds=idle))
         except (StackError, LoadError) as error:
             click.echo(f"bench: {error}", err=True)
             sys.exit(1)

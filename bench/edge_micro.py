@@ -1,7 +1,5 @@
 """What the lean edge costs by itself: a session that does nothing, fed frames as Envoy sends them.
 
-usage: python -m bench.edge_micro [--edge lean|grpcio]    prints JSON: name, value (median), unit
-
 "connection" rows feed the sans-IO connection in this process; "socket" rows run the whole server on uvloop in a child
 process behind a Unix socket, kept saturated by this one, and read the child's CPU time from the kernel. Requests are
 sent whole, without waiting for windows, so grpcio gets only small ones.
@@ -10,17 +8,17 @@ sent whole, without waiting for windows, so grpcio gets only small ones.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import socket
 import statistics
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.cpu import cpu_seconds
+from epp.figures import Figure, figure
 from epp.gateway import http2_frames as f
 from epp.gateway.edge import serve
 from epp.gateway.grpc import PREFIX, GrpcConnection
@@ -129,11 +127,11 @@ def socket_cost(edge: str, together: int, bodies: Sequence[int], *, graceful: bo
         try:
             with _connect(path) as client:
                 client.sendall(greeting())
-                before = _cpu_s(child)
+                before = cpu_seconds(child)
                 for data in reads:
                     client.sendall(data)
                     _read_ends(client, together if graceful else 0, together * (1 + len(bodies)))
-                return (_cpu_s(child) - before) / count * 1e6
+                return (cpu_seconds(child) - before) / count * 1e6
         finally:
             os.kill(child, 9)
             os.waitpid(child, 0)
@@ -200,36 +198,28 @@ def _read_ends(client: socket.socket, ends: int, messages: int) -> None:
         pending = pending[at:]
 
 
-def _cpu_s(pid: int) -> float:
-    return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir()) / 1e9
-
-
-def main() -> None:
+def figures() -> list[Figure]:
+    """The lean edge, and grpc.aio where it can be compared."""
     global ECHO
-    edge = "grpcio" if "grpcio" in sys.argv[1:] else "lean"
     tune_malloc()
-    results: list[dict[str, object]] = []
+    out: list[Figure] = []
 
-    def add(name: str, value: float, unit: str = "us/request") -> None:
-        results.append({"name": name, "value": round(value, 2), "unit": unit})
+    def add(name: str, value: float, unit: str = "us", base: Figure | None = None) -> Figure:
+        ratio, to = (value / base["value"], base["name"]) if base else (None, "")
+        out.append(figure(f"edge/{name}", value, unit, ratio=ratio, to=to))
+        return out[-1]
 
     for graceful, ending in ((False, "RST"), (True, "half-close")):
-        if edge == "lean":
-            add(f"connection BUFFERED 200 B, 16 a read, {ending}", connection_cost(16, (200,), graceful=graceful))
-        if edge == "lean" or graceful:  # grpc.aio drops answers that a reset overtakes
-            add(f"socket BUFFERED 200 B, 16 at once, {ending}", socket_cost(edge, 16, (200,), graceful=graceful))
-    if edge == "lean":
-        add("connection BUFFERED 200 B, 1 a read, RST", connection_cost(1, (200,), graceful=False))
-        add("connection BUFFERED 400 KB, 1 a read, RST", connection_cost(1, (400_000,), graceful=False))
-        add("socket BUFFERED 400 KB, 1 at once, half-close", socket_cost(edge, 1, (400_000,), graceful=True))
-        ECHO = True
-        add("connection FULL_DUPLEX 200 B + end, 16 a read, RST", connection_cost(16, (200, 2), graceful=False))
-        add("connection FULL_DUPLEX 400 KB + end, 1 a read, RST", connection_cost(1, (400_000, 2), graceful=False))
-        ECHO = False
-        add("open stream, session included", memory_per_stream(), "bytes")
-    json.dump({"edge": edge, "rounds": ROUNDS, "results": results}, sys.stdout, indent=1)
-    sys.stdout.write("\n")
-
-
-if __name__ == "__main__":
-    main()
+        add(f"connection BUFFERED 200 B, 16 a read, {ending}", connection_cost(16, (200,), graceful=graceful))
+        lean = add(f"socket BUFFERED 200 B, 16 at once, {ending}", socket_cost("lean", 16, (200,), graceful=graceful))
+    cost = socket_cost("grpcio", 16, (200,), graceful=True)  # grpc.aio drops answers that a reset overtakes
+    add("socket BUFFERED 200 B, 16 at once, half-close, grpc.aio", cost, base=lean)
+    add("connection BUFFERED 200 B, 1 a read, RST", connection_cost(1, (200,), graceful=False))
+    add("connection BUFFERED 400 KB, 1 a read, RST", connection_cost(1, (400_000,), graceful=False))
+    add("socket BUFFERED 400 KB, 1 at once, half-close", socket_cost("lean", 1, (400_000,), graceful=True))
+    ECHO = True
+    add("connection FULL_DUPLEX 200 B + end, 16 a read, RST", connection_cost(16, (200, 2), graceful=False))
+    add("connection FULL_DUPLEX 400 KB + end, 1 a read, RST", connection_cost(1, (400_000, 2), graceful=False))
+    ECHO = False
+    add("open stream, session included", memory_per_stream(), "bytes")
+    return out

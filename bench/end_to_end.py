@@ -5,8 +5,9 @@ streams also per ext_proc message (nearly all of them response chunks). They are
 servers take turns, forwards and backwards. The picker's ratios are to the C++ server, Envoy's to Envoy alone, always of
 the same run. Wall times are there as information only: the load generator and the worker share the machine's cores.
 
-What a server uses when nothing is asked of it (health checks; scraping 16 workers twice a second) is measured first,
-shown as `idle`, and taken off, so that a figure does not depend on how fast the machine happened to send.
+What a server uses when nothing is asked of it (health checks, scraping 16 workers) is measured first and taken off, so
+that a figure does not depend on how fast the machine happened to send. `idle` shows it, and `idle/kvsteer-default` what
+a picker uses that scrapes at its default rate.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bench import load
 from bench.bodies import Conversation, small
 from bench.cpu import cpu_seconds
 from bench.load import Bodies
-from bench.stack import CPP, NONE, PROFILES, Bench, running
+from bench.stack import CPP, LEAN, NONE, PROFILES, Bench, running
 from epp.envoy_options import Profile
 from epp.figures import Figure, figure, percentile
 
@@ -136,9 +137,13 @@ async def _warm_up(bench: Bench, sources: dict[str, list[Source]]) -> None:
 async def _idle(bench: Bench, seconds: float) -> dict[str, float]:
     """Share of a core that each server uses when nothing is asked of it."""
     await asyncio.sleep(0.5)
-    before = {server: cpu_seconds(pid) for server, pid in bench.pids.items()}
+    pids = {**bench.pids, f"{LEAN}-default": bench.scraping.pid}
+    before = {server: cpu_seconds(pid) for server, pid in pids.items()}
     await asyncio.sleep(seconds)
-    return {server: (cpu_seconds(pid) - before[server]) / seconds for server, pid in bench.pids.items()}
+    idle = {server: (cpu_seconds(pid) - before[server]) / seconds for server, pid in pids.items()}
+    bench.scraping.terminate()
+    await bench.scraping.wait()
+    return idle
 
 
 async def _cell(

@@ -56,13 +56,14 @@ class Method:
 class Call(Stream):
     """One RPC: its stream, the message it is receiving, its session; a `Writer` for that session."""
 
-    __slots__ = ("connection", "outcome", "partial", "receiving", "session", "started", "watch")
+    __slots__ = ("connection", "needed", "outcome", "partial", "receiving", "session", "started", "watch")
 
     def __init__(self, connection: GrpcConnection, stream_id: int, window: int, credit: int) -> None:
         super().__init__(stream_id, window, credit)
         self.connection = connection
         self.session: Session | None = None
         self.partial: bytearray | None = None
+        self.needed = PREFIX.size  # bytes that `partial` must have before it is worth a look
         self.started = False  # response headers are sent
         self.receiving = False  # inside a call of the session: its `finish` waits for the messages it returns
         self.outcome: tuple[GrpcStatus, str] | None = None
@@ -170,7 +171,7 @@ class GrpcConnection(Connection):
         if partial is not None:
             partial += memoryview(data)[start:end]
             self.partial_bytes += end - start
-            if len(partial) >= PREFIX.size:
+            if len(partial) >= stream.needed or self.partial_bytes > self.limits.partial_ceiling:
                 self._continue(stream, partial)
             return
         while end - start >= 5:
@@ -271,12 +272,15 @@ class GrpcConnection(Connection):
 
     def _continue(self, call: Call, partial: bytearray) -> None:
         """A message that came in several frames has grown; deliver it once it is whole."""
+        if len(partial) < PREFIX.size:
+            self._bound_partial(call)
+            return
         flag, size = PREFIX.unpack_from(partial)
         stop = PREFIX.size + size
         if flag or size > self.service.max_message_bytes:
             self._refuse(call, flag, size)
         elif len(partial) >= stop:
-            call.partial = None
+            call.partial, call.needed = None, PREFIX.size
             self.partial_bytes -= len(partial)
             with memoryview(partial) as view:
                 message, rest = bytes(view[PREFIX.size : stop]), bytes(view[stop:])
@@ -284,6 +288,7 @@ class GrpcConnection(Connection):
             if rest and not call.closed:
                 self.on_data(call, rest, 0, len(rest))
         else:
+            call.needed = stop
             self._bound_partial(call)
 
     def _bound_partial(self, call: Call) -> None:
