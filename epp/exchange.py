@@ -108,6 +108,8 @@ class Exchange:
 
     def _handle(self, event: Event) -> None:
         director, flight = self._director, self._flight
+        if self._awaited is not None:  # what still waits for a decision, Envoy answers by itself or gives up
+            self._settle()
         match event:
             case ResponseData():
                 if flight is not None:
@@ -119,7 +121,6 @@ class Exchange:
                 else:
                     self._request(event)
             case ResponseHead():
-                self._settle()  # Envoy answers by itself what still waits for a decision
                 if flight is not None:
                     director.response_began(flight, event, self._runtime.now())
             case ResponseDone():

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from epp.director import Options
 from epp.endpoint import Endpoint
-from epp.exchange import Patience
+from epp.exchange import Exchange, Patience
 from epp.gateway.ext_proc import BodyMode, Limits
 from epp.gateway.pb import ext_proc_pb2 as pb
 from epp.gateway.session import GrpcStatus
@@ -128,14 +129,88 @@ def test_a_fault_of_protocol_while_a_body_is_read_leaves_no_pick_behind() -> Non
     rig.assert_idle()
 
 
-def test_a_response_of_envoys_own_while_a_body_is_read_makes_a_decision_pointless() -> None:
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"response_headers": http_headers(((":status", b"408"),))},
+        {"response_body": pb.HttpBody(body=b"timeout", end_of_stream=True)},
+        {"response_trailers": pb.HttpTrailers()},
+    ],
+    ids=lambda content: next(iter(content)),
+)
+def test_a_response_of_envoys_own_while_a_body_is_read_makes_a_decision_pointless(content: dict[str, Any]) -> None:
     rig = Rig(patience=IMPATIENT)
     stream = asked(rig, body=BIG)
-    stream.response(((":status", b"408"),))
+    stream.send(**content)
     rig.clock.run_thread()
     rig.clock.advance(1)
     assert rig.decisions.made == []
+    stream.reset()
     rig.assert_idle()
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> bytes:
+    """One message as a peer might send it that knows the parts and not their order."""
+    end = draw(st.booleans())
+    part: dict[str, Any] = draw(
+        st.sampled_from(
+            [
+                {"request_headers": http_headers(CHAT, end=end)},
+                {"request_body": pb.HttpBody(body=BIG if end else b"{", end_of_stream=end)},
+                {"request_trailers": pb.HttpTrailers()},
+                {"response_headers": http_headers(OK, end=end)},
+                {"response_body": pb.HttpBody(body=ANSWER, end_of_stream=end)},
+                {"response_trailers": pb.HttpTrailers()},
+                {},
+            ]
+        )
+    )
+    return pb.ProcessingRequest(**part, observability_mode=draw(st.integers(0, 9)) == 0).SerializeToString()
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.sampled_from(BodyMode),
+    st.sampled_from(BodyMode),
+    st.lists(st.one_of(messages(), st.sampled_from(["read", "late", "half-close"])), max_size=8),
+)
+def test_a_peer_that_keeps_to_no_order_leaves_nothing_behind(
+    request: BodyMode, response: BodyMode, steps: list[bytes | str]
+) -> None:
+    rig = Rig(patience=IMPATIENT)
+    writer = Silent()
+    exchange = Exchange(rig.director, rig.clock, rig.limits, rig.patience, writer)
+    modes: Any = {"request_body_mode": request.value, "response_body_mode": response.value}
+    begin = pb.ProcessingRequest(request_headers=http_headers(CHAT), protocol_config=modes)
+    exchange.receive(begin.SerializeToString())
+    for step in steps:
+        if isinstance(step, bytes):
+            exchange.receive(step)
+        elif step == "read":
+            rig.clock.run_thread()
+        elif step == "late":
+            rig.clock.advance(0.3)
+        else:
+            exchange.half_closed()
+    exchange.closed()
+    rig.clock.run_thread()
+    rig.clock.advance(1)
+    assert writer.status in (None, GrpcStatus.INVALID_ARGUMENT)
+    rig.assert_idle()
+
+
+class Silent:
+    """A `Writer` that looks at nothing but how the RPC ends."""
+
+    def __init__(self) -> None:
+        self.status: GrpcStatus | None = None
+
+    def send(self, messages: Sequence[bytes]) -> None:
+        pass
+
+    def finish(self, status: GrpcStatus = GrpcStatus.OK, message: str = "") -> None:
+        self.status = status
 
 
 def test_fifty_streams_with_one_request_id_do_not_know_of_each_other() -> None:
