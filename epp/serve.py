@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import time
 from collections import Counter
@@ -35,6 +36,7 @@ from epp.gateway.ext_proc_events import Limits
 from epp.gateway.health import WATCHES
 from epp.gateway.health import Health as ServingHealth
 from epp.gateway.http2_limits import EdgeCounters
+from epp.gateway.listen import AddressError
 from epp.gateway.session import Service
 from epp.gateway.tls import Tls
 from epp.guard import Limits as PluginLimits
@@ -197,7 +199,12 @@ class Picker:
         runner = web.AppRunner(admin.application(sources), access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        await web.TCPSite(runner, host, port).start()
+        try:
+            await web.TCPSite(runner, host, port).start()
+        except OSError as error:
+            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+            why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own text shows a tuple
+            raise AddressError(f"cannot listen on {where}: {why}") from error
 
     async def _watch(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self.scraper.stop)
