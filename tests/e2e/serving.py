@@ -113,6 +113,7 @@ async def running_stack(
     workers: int = 3,
     dead: tuple[str, ...] = (),
     tls: bool = False,
+    picker_ca: str = "",
     usage: bool = False,
     args: tuple[str, ...] = (),
     endpoints_file: Path | None = None,
@@ -148,6 +149,7 @@ async def running_stack(
             else (),
             failure_mode=failure_mode,
             picker_tls=tls,
+            picker_ca=picker_ca,
             usage=usage,
         )
 

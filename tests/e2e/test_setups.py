@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from epp.envoy_options import FailureMode, Profile
+from epp.gateway.tls import self_signed_pair
 from tests.e2e.backend import echo, running_worker
 from tests.e2e.envoy import until
 from tests.e2e.serving import running_stack
@@ -45,6 +46,25 @@ async def test_the_picker_is_reached_over_tls(edge: str) -> None:
     async with running_stack(Profile.GATEWAY, edge, tls=True, failure_mode=FailureMode.CLOSED) as stack:
         answers = await asyncio.gather(*(stack.ask(BODY) for _ in range(20)))
         assert {a.status for a in answers} == {200}
+
+
+@pytest.mark.parametrize("edge", ["lean", "grpcio"])
+async def test_the_pickers_certificate_from_files_is_verified_where_a_ca_is_given(edge: str, tmp_path: Path) -> None:
+    """Gateways and pickers that did not agree on TLS failed with gRPC status 14 elsewhere (higress #3701)."""
+    pair, other = self_signed_pair(["localhost"]), self_signed_pair(["localhost"])
+    (tmp_path / "tls.crt").write_bytes(pair.certificate)
+    (tmp_path / "tls.key").write_bytes(pair.key)
+    (tmp_path / "other.crt").write_bytes(other.certificate)
+    for ca, status in (("tls.crt", 200), ("other.crt", 503)):
+        async with running_stack(
+            Profile.FAST,
+            edge,
+            tls=True,
+            picker_ca=str(tmp_path / ca),
+            failure_mode=FailureMode.CLOSED,
+            args=("--cert-path", str(tmp_path)),
+        ) as stack:
+            assert {(await stack.ask(BODY)).status for _ in range(5)} == {status}
 
 
 async def test_an_unlisted_pool_is_steered_by_the_picker_alone() -> None:
