@@ -44,12 +44,12 @@ METRICS = _whole(
     b'vllm:cache_config_info{block_size="16",num_gpu_blocks="100000"} 1.0\n',
 )
 MODELS = _whole("application/json", json.dumps({"object": "list", "data": [{"id": MODEL, "object": "model"}]}).encode())
-ANSWER = _whole(
-    "application/json",
+BODY = (
     b'{"id":"chatcmpl-1","object":"chat.completion","created":1796086228,"model":"m","choices":[{"index":0,"message":'
     b'{"role":"assistant","content":"visit"},"finish_reason":"stop"}],"usage":{"prompt_tokens":50,"completion_tokens":1,'
-    b'"total_tokens":51,"prompt_tokens_details":{"cached_tokens":0}}}',
+    b'"total_tokens":51,"prompt_tokens_details":{"cached_tokens":0}}}'
 )
+ANSWER = _whole("application/json", BODY)
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 STREAM_PIECE = _piece(CHUNK)
 STREAM_END = _piece(b"data: [DONE]\n\n") + b"0\r\n\r\n"

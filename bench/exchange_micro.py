@@ -11,7 +11,7 @@ from random import Random
 from typing import TypeVar
 
 from bench import messages
-from bench.backend import CHUNK
+from bench.backend import BODY, CHUNK
 from bench.bodies import Conversation, small
 from bench.scheduler_micro import make_pool
 from bench.timing import cpu_us, each_us
@@ -21,6 +21,7 @@ from epp.exchange import Exchange, Patience, Timer
 from epp.figures import Figure, figure
 from epp.gateway.ext_proc import BodyMode
 from epp.gateway.ext_proc_events import Limits
+from epp.gateway.server import tune_malloc
 from epp.gateway.session import GrpcStatus
 from epp.observe.decision_log import DecisionLog
 from epp.observe.metrics import Metrics
@@ -76,6 +77,7 @@ def run(director: Director, sent: list[bytes]) -> Exchange:
 
 
 def figures() -> list[Figure]:
+    tune_malloc()  # as the edge does at its start
     out = []
     for endpoints in (16, 544):
         director = make_director(endpoints)
@@ -85,10 +87,24 @@ def figures() -> list[Figure]:
             out.append(figure(f"exchange/200 B, {mode.name}, {endpoints} endpoints", cost, "us"))
             cost = each_us([lambda d=director, t=turn: run(d, t).closed() for turn in _turns(mode)])  # type: ignore[misc]
             out.append(figure(f"exchange/400 KB, {mode.name}, {endpoints} endpoints", cost, "us"))
+    director, short = make_director(16), messages.request(BodyMode.FULL_DUPLEX, small(1))
+    answer = [messages.response_head(b"application/json"), messages.response_chunk(BODY)]
+    answer.append(messages.response_chunk(b"", end=True))
+    cost = cpu_us(lambda: _whole(director, short, answer))
+    out.append(figure("exchange/200 B and its answer, FULL_DUPLEX, 16 endpoints", cost, "us"))
     exchange = run(make_director(16), messages.request(BodyMode.FULL_DUPLEX, small(1, stream=True)))
     exchange.receive(messages.response_head())
     chunk = messages.response_chunk(CHUNK)
     return [*out, figure("exchange/response chunk", cpu_us(lambda: exchange.receive(chunk)), "us")]
+
+
+def _whole(director: Director, sent: list[bytes], answer: list[bytes]) -> None:
+    """One request to its end."""
+    exchange = run(director, sent)
+    for message in answer:
+        exchange.receive(message)
+    exchange.half_closed()
+    exchange.closed()
 
 
 def _turns(mode: BodyMode) -> list[list[bytes]]:

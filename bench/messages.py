@@ -20,15 +20,15 @@ def request(mode: BodyMode, body: bytes) -> list[bytes]:
     return [message.SerializeToString() for message in messages]
 
 
-def response_head() -> bytes:
-    """The head of a streamed answer."""
-    fields = [(":status", b"200"), ("content-type", b"text/event-stream"), *_filler(8)]
+def response_head(content_type: bytes = b"text/event-stream") -> bytes:
+    """The head of an answer."""
+    fields = [(":status", b"200"), ("content-type", content_type), *_filler(4)]
     return pb.ProcessingRequest(response_headers=_headers(fields)).SerializeToString()
 
 
-def response_chunk(data: bytes) -> bytes:
+def response_chunk(data: bytes, *, end: bool = False) -> bytes:
     """A piece of the response body."""
-    return pb.ProcessingRequest(response_body=pb.HttpBody(body=data)).SerializeToString()
+    return pb.ProcessingRequest(response_body=pb.HttpBody(body=data, end_of_stream=end)).SerializeToString()
 
 
 def _request_headers() -> pb.HttpHeaders:

@@ -172,8 +172,8 @@ class Scheduler:
         """Run what the handler asks for; the profile that decides, or None."""
         handler, guard, now = self._handler, self._handler_guard, run.candidates.now
         results = MappingProxyType(run.results)
-        # Each round runs a profile that has not run, or ends; the last round can only end.
-        for _ in range(len(self._names) + 1):
+        # Each round runs a profile that has not run, or ends.
+        while len(results) < len(self._names):
             try:
                 names = guard.call(now, returned.next_profiles, handler, run.request, self._names, results)
             except Fault as fault:
