@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, fields
@@ -35,7 +34,6 @@ from epp.gateway.ext_proc import METHOD
 from epp.gateway.ext_proc_events import Limits
 from epp.gateway.health import WATCHES
 from epp.gateway.health import Health as ServingHealth
-from epp.gateway.http2_limits import EdgeCounters
 from epp.gateway.listen import AddressError
 from epp.gateway.session import Service
 from epp.gateway.tls import Tls
@@ -226,14 +224,14 @@ class Picker:
     def _register_counters(self) -> None:
         sources = self.metrics.sources
         edge = self.edges[0]
-        sources["edge"] = lambda: _flat(edge.counters)
+        sources["edge"] = lambda: {item.name: getattr(edge.counters, item.name) for item in fields(edge.counters)}
         sources["scrape"] = lambda: self.scraper.counters
         sources["membership"] = lambda: self.membership.counters
         sources["health"] = lambda: self.health.counters
         if (envoy_file := self.envoy_file) is not None:
             sources["envoy_endpoints"] = lambda: {"written": envoy_file.written, "failed": envoy_file.failed}
         sources["decision_log"] = lambda: {"written": self.decisions.written, "dropped": self.decisions.dropped}
-        sources["plugin_faults"] = lambda: self.scheduler.faults.by_kind()
+        sources["plugin"] = lambda: {"faults": self.scheduler.faults.by_kind()}
         if (watcher := self.watcher) is not None:
             sources["config"] = lambda: {"taken": watcher.taken, "refused": watcher.refused}
 
@@ -289,18 +287,6 @@ class Picker:
 
     def _reconfigured(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
-
-
-def _flat(counters: EdgeCounters) -> dict[str, float]:
-    """The edge's numbers by name; counters by kind as `name_kind`."""
-    flat: dict[str, float] = {}
-    for item in fields(counters):
-        value = getattr(counters, item.name)
-        if isinstance(value, Counter):
-            flat.update({f"{item.name}_{kind}".lower().replace("-", "_"): count for kind, count in value.items()})
-        else:
-            flat[item.name] = value
-    return flat
 
 
 def _running(pool: Pool) -> int:

@@ -105,7 +105,8 @@ class Metrics(Collector):
         self.attempts: Counter[str] = Counter()
         """Scheduling attempts by `success` or `failure`."""
         self.decision = Histogram(DECISION_S)
-        self.sources: dict[str, Callable[[], Mapping[str, float]]] = {}
+        self.sources: dict[str, Callable[[], Mapping[str, float | Mapping[str, float]]]] = {}
+        """Name of a part -> its numbers now; see `_of_source` for what becomes of them."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -151,7 +152,7 @@ class Metrics(Collector):
         yield reasons
         for source, read in self.sources.items():
             for name, value in read().items():
-                yield GaugeMetricFamily(f"kvsteer_{source}_{name}", f"{source}: {name.replace('_', ' ')}", value=value)
+                yield _of_source(source, name, value)
 
     def _requests(self) -> Iterable[Metric]:
         names = ["model_name", "target_model_name"]
@@ -207,6 +208,19 @@ class Metrics(Collector):
             for endpoint in pool.endpoints:
                 family.add_metric([self.pool_name, endpoint.address], endpoint.get(column))
             yield family
+
+
+def _of_source(source: str, name: str, value: float | Mapping[str, float]) -> Metric:
+    """A number of another part: a counter, by `kind` where it is a mapping; a gauge where its name ends in `_open`."""
+    full, text = f"kvsteer_{source}_{name}", f"{source}: {name}".replace("_", " ")
+    if isinstance(value, Mapping):
+        family = CounterMetricFamily(full, text, labels=["kind"])
+        for kind, count in value.items():
+            family.add_metric([kind.lower().replace("-", "_")], count)
+        return family
+    if name.endswith("_open"):
+        return GaugeMetricFamily(full, text, value=value)
+    return CounterMetricFamily(full, text, value=value)
 
 
 _HISTOGRAMS = (

@@ -131,7 +131,7 @@ async def test_a_changed_configuration_is_taken_and_a_wrong_one_refused_while_se
             return str(latest["profiles"][0]["name"])
 
         async def refused() -> float:
-            return sum((await picker.gauges("kvsteer_config_refused")).values())
+            return sum((await picker.gauges("kvsteer_config_refused_total")).values())
 
         assert await profile() == "first"
         config.write_text(ROTATION.format(name="second"))

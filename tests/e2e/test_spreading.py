@@ -82,7 +82,7 @@ async def test_a_pool_whose_metrics_all_stopped_goes_on_serving(profile: Profile
             worker.metrics = False
 
         async def spared() -> float:
-            return sum((await stack.picker.gauges("kvsteer_health_spared")).values())
+            return sum((await stack.picker.gauges("kvsteer_health_spared_total")).values())
 
         await until(spared, lambda n: n >= 1)
         assert (await burst(stack, 30)).total() == 30

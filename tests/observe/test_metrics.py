@@ -82,7 +82,10 @@ def test_a_histogram_puts_a_bound_into_its_own_bucket() -> None:
     assert histogram.total == 14.0
 
 
-def test_counters_of_other_parts_appear_under_their_source() -> None:
+def test_numbers_of_other_parts_appear_under_their_source() -> None:
     metrics = Metrics(Pool())
-    metrics.sources["edge"] = lambda: {"streams": 7}
-    assert parse(metrics.render())["kvsteer_edge_streams"] == [({}, 7.0)]
+    metrics.sources["edge"] = lambda: {"streams": 7, "streams_open": 2, "statuses": {"OK": 5, "IN-VAIN": 1}}
+    page = parse(metrics.render())
+    assert page["kvsteer_edge_streams_total"] == [({}, 7.0)]
+    assert page["kvsteer_edge_streams_open"] == [({}, 2.0)]
+    assert page["kvsteer_edge_statuses_total"] == [({"kind": "ok"}, 5.0), ({"kind": "in_vain"}, 1.0)]
