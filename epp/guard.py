@@ -14,10 +14,11 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from epp.plugin import Plugin
+from epp.plugin import Candidates, InferenceRequest, Plugin
 from epp.registry import is_shipped
 
 log = logging.getLogger("kvsteer.plugins")
@@ -94,6 +95,8 @@ class Guard:
             weakref.finalize(self, self._worker.calls.put, None)
         if now < self._until or self._worker.busy:
             raise Fault("quarantined")
+        # What it assigns to these, even when it was given up and wakes later, reaches nobody else.
+        args = tuple(copy(arg) if isinstance(arg, InferenceRequest | Candidates) else arg for arg in args)
         call = self._worker.start(function, args)
         if not call.done.acquire(timeout=self._limits.time_limit_s):
             self._until = now + self._limits.retry_after_s
@@ -107,7 +110,11 @@ class Guard:
 
 
 def _raised(error: BaseException) -> Fault:
-    return Fault("raised", f"{type(error).__name__}: {error}"[:500])
+    try:
+        said = str(error)
+    except Exception:  # it is the plugin's own
+        said = "(its text cannot be made)"
+    return Fault("raised", f"{type(error).__name__}: {said}"[:500])
 
 
 class _Call:

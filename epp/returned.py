@@ -16,7 +16,7 @@ import numpy as np
 
 from epp.endpoint import Candidates, Endpoint, Floats, Mask
 from epp.guard import Fault
-from epp.plugin import Filter, Picker, ProfileHandler, Scorer
+from epp.plugin import Filter, Picker, Producer, ProfileHandler, Scorer
 from epp.request import InferenceRequest
 
 
@@ -42,27 +42,38 @@ def primary(handler: ProfileHandler[Any], results: Mapping[str, Sequence[Endpoin
     return primary
 
 
+Estimates = tuple[Any, Any, Any]
+
+
+def produced(producer: Producer[Any], request: InferenceRequest, candidates: Candidates) -> Estimates:
+    """What the candidates' arrays are after it: `cached_tokens`, `expected_ttft`, `expected_cost`, unchecked."""
+    producer.produce(request, candidates)
+    return candidates.cached_tokens, candidates.expected_ttft, candidates.expected_cost
+
+
 def mask(filter_: Filter[Any], request: InferenceRequest, candidates: Candidates) -> Mask:
     """Who stays: bool, shape (n,)."""
+    count = len(candidates)
     given = filter_.filter(request, candidates)
     try:
         keep = np.asarray(given)
     except Exception as error:
         raise Fault("shape", f"{type(error).__name__}: {error}") from error
-    if keep.shape != (len(candidates),) or keep.dtype != np.bool_:
-        raise Fault("shape", f"returned {keep.dtype} of shape {keep.shape} for {len(candidates)} candidates")
+    if keep.shape != (count,) or keep.dtype != np.bool_:
+        raise Fault("shape", f"returned {keep.dtype} of shape {keep.shape} for {count} candidates")
     return keep
 
 
 def scores(scorer: Scorer[Any], request: InferenceRequest, candidates: Candidates) -> Floats:
     """Raw scores: float64, shape (n,); may hold NaN and values outside 0..1."""
+    count = len(candidates)
     given = scorer.score(request, candidates)
     try:
         scores = np.asarray(given, dtype=np.float64)
     except Exception as error:
         raise Fault("shape", f"{type(error).__name__}: {error}") from error
-    if scores.shape != (len(candidates),):
-        raise Fault("shape", f"returned shape {scores.shape} for {len(candidates)} candidates")
+    if scores.shape != (count,):
+        raise Fault("shape", f"returned shape {scores.shape} for {count} candidates")
     return scores
 
 
@@ -70,19 +81,19 @@ def chosen(
     picker: Picker[Any], request: InferenceRequest, candidates: Candidates, totals: Floats
 ) -> tuple[Endpoint, ...]:
     """Endpoints, best first, at least one, each once."""
+    endpoints, count = candidates.endpoints, len(candidates)
     given = picker.pick(request, candidates, totals)
-    count = len(candidates)
     try:
         indices = [operator.index(i) for i in islice(given, count)]
     except Exception as error:
         raise Fault("shape", f"picked {given!r:.80}") from error
     if not indices or min(indices) < 0 or max(indices) >= count:
         raise Fault("shape", f"picked {indices[:8]} of {count} candidates")
-    return tuple(dict.fromkeys([candidates.endpoints[i] for i in indices]))
+    return tuple(dict.fromkeys([endpoints[i] for i in indices]))
 
 
 def repair(candidates: Candidates) -> str:
-    """Replace what a producer left (even one that was cut off) that nobody could use; say what it was."""
+    """Replace what a producer left that nobody could use; say what it was."""
     wrong, shape = "", (len(candidates),)
     cached = candidates.cached_tokens
     # The square's sum is finite when all values are (and not absurd): a fifth of the time of isfinite().all().

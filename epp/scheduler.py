@@ -161,7 +161,8 @@ class Scheduler:
         candidates = run.candidates
         for name, guard, producer in self._producers:
             try:
-                guard.call(candidates.now, producer.produce, run.request, candidates)
+                made = guard.call(candidates.now, returned.produced, producer, run.request, candidates)
+                candidates.cached_tokens, candidates.expected_ttft, candidates.expected_cost = made
             except Fault as fault:
                 self._note(name, fault, run)
             if wrong := returned.repair(candidates):

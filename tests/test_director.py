@@ -345,7 +345,19 @@ class Nosy(Scorer[NoParameters]):
         CALLS.append(("picked", endpoints["default"].in_flight))
 
     def response_headers(self, request, endpoints):
-        return {"x-good": "1", "X-Bad": "2", "content-length": "3", "x-split": "a\\r\\nb", "": "4"}
+        return {
+            "x-good": "1 é\\t2",
+            "X-Bad": "2",
+            "content-length": "3",
+            "x-split": "a\\r\\nb",
+            "": "4",
+            ":status": "200",
+            "a b": "5",
+            "ü": "6",
+            "x-bell": "\\a",
+            "x-half": "\\ud800",
+            "x-long": "7" * 100_000,
+        }
 
     def finished(self, request, endpoint, outcome):
         CALLS.append(("finished", outcome.status))
@@ -392,8 +404,10 @@ def test_a_plugins_header_that_cannot_be_set_costs_nothing_else(
     rig = Rig(config=NOSY)
     for _ in range(2):
         headers: Mapping[str, list[bytes]] = exchange(rig).headers["response"]
-        assert {name: value for name, value in headers.items() if name not in dict(JSON)} == {"x-good": [b"1"]}
-    assert rig.reasons == {"response-header-refused": 8}
+        assert {name: value for name, value in headers.items() if name not in dict(JSON)} == {
+            "x-good": ["1 é\t2".encode()]
+        }
+    assert rig.reasons == {"response-header-refused": 20}
     assert len(caplog.records) == 1
 
 

@@ -2,7 +2,8 @@
 
 In: pieces of a response body, cut anywhere. Out: `Event`s, each with the very bytes it came in. A leading byte order
 mark, the three line ends, comments, several `data` lines, `event`, `id` and `retry` are understood. Each byte is
-looked at once; an event longer than `max_bytes` ends the reading (`overflowed`), never the stream.
+looked at once; an event longer than `max_bytes`, or of absurdly many lines, ends the reading (`overflowed`), never the
+stream.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 
 MAX_EVENT_BYTES = 4 << 20
 """A Responses API `response.completed` repeats instructions, tools and output, which are large for coding agents."""
+
+MAX_DATA_LINES = 16_384
+"""`data` lines of one event; engines write one. Each costs 100 bytes while the event is read."""
 
 _LINE_END = re.compile(rb"\r\n?|\n")
 _BOM = b"\xef\xbb\xbf"
@@ -74,7 +78,7 @@ class EventReader:
         del buffer[:begin]
         self._line -= begin
         self._searched = len(buffer)
-        if len(buffer) > self._max_bytes:
+        if len(buffer) > self._max_bytes or len(self._spans) > MAX_DATA_LINES:
             self.overflowed = True
         return events
 

@@ -5,6 +5,7 @@ Frozen records without behaviour; `epp.gateway.ext_proc` explains the protocol.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -46,6 +47,10 @@ class ResponseTransform(Protocol):
         """
 
 
+MAX_HEADER = 8_192
+"""Characters of a header that is set, name and value: Envoy's default for all headers together is 60 KiB."""
+_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+")
+_NOT_A_VALUE = re.compile("[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 _UNTOUCHABLE = frozenset({"host", "content-length", "transfer-encoding", "connection"})
 
 
@@ -54,7 +59,8 @@ class Steering:
     """The answer to a `RequestReady`.
 
     Raises ValueError for header names that are Envoy's own (pseudo-headers, host, `x-envoy-*`, those that frame the
-    body), for upper-case names and for line breaks in names or values.
+    body), for what is no name in lower case, and for values with control characters or beyond `MAX_HEADER`: Envoy would
+    fail the whole request for one of these.
     """
 
     addresses: tuple[str, ...]
@@ -84,17 +90,12 @@ class Steering:
 def settable(name: str, value: str = "") -> bool:
     """Whether a header may be set to a value, by the rules of `Steering`."""
     return (
-        bool(name)
-        and name == name.lower()
+        _NAME.fullmatch(name) is not None
         and name not in _UNTOUCHABLE
-        and not name.startswith((":", "x-envoy-"))
-        and _is_clean(name)
-        and _is_clean(value)
+        and not name.startswith("x-envoy-")
+        and len(name) + len(value) <= MAX_HEADER
+        and _NOT_A_VALUE.search(value) is None
     )
-
-
-def _is_clean(text: str) -> bool:
-    return "\r" not in text and "\n" not in text and "\0" not in text
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,16 @@ def test_too_long_an_event_ends_the_reading_and_loses_no_byte() -> None:
     assert reader.feed(b"data: b\n\n") == []
 
 
+def test_an_event_of_absurdly_many_lines_ends_the_reading_too() -> None:
+    reader = EventReader()
+    lines = b"data:\n" * 20_000
+    assert not reader.feed(lines)
+    assert reader.overflowed
+    rest = reader.rest()
+    assert rest is not None
+    assert (rest.raw, rest.spans) == (lines, ())
+
+
 def test_long_events_in_small_pieces_are_searched_once() -> None:
     reader = EventReader()
     for _ in range(20_000):

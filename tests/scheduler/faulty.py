@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from random import Random
@@ -122,6 +123,27 @@ class Writing(Scorer[NoParameters]):
         return np.ones(len(candidates))
 
 
+class Grabbing(Filter[NoParameters], Scorer[NoParameters], Picker[NoParameters], Producer[NoParameters]):
+    """Puts its own things into what it is shown, then raises an error that cannot be printed."""
+
+    type = "grabbing"
+
+    class Unprintable(Exception):
+        def __str__(self) -> str:
+            raise KeyError("not even this")
+
+    def grab(self, request: InferenceRequest, candidates: Candidates) -> Any:
+        candidates.endpoints, candidates.rows = (), np.empty(0, dtype=np.intp)
+        candidates.cached_tokens = candidates.expected_ttft = candidates.expected_cost = np.array([math.nan])
+        request.prompts, request.model, request.prompt_tokens = (), "", -5
+        raise self.Unprintable
+
+    filter = score = produce = grab
+
+    def pick(self, request: InferenceRequest, candidates: Candidates, scores: Any) -> Any:
+        return self.grab(request, candidates)
+
+
 class LostHandler(ProfileHandler[NoParameters]):
     """Asks for a profile that does not exist, for ever."""
 
@@ -164,6 +186,7 @@ class Telling(Scorer[NoParameters]):
 FAULTY: list[type[Plugin[Any]]] = [
     Row,
     Raising,
+    Grabbing,
     Hanging,
     GivingScorer,
     GivingFilter,

@@ -130,6 +130,17 @@ def test_a_plugin_that_raises_everywhere_costs_its_own_contribution_only(caplog:
     assert len(caplog.records) == 1
 
 
+def test_what_a_plugin_does_to_the_request_and_the_candidates_reaches_nobody_else() -> None:
+    pool, asked = candidates(3), request(b"x" * 400)
+    before = (asked.model, asked.prompts, asked.prompt_tokens)
+    decision = scheduler("grabbing", "row").schedule(asked, pool, at=0)
+    assert decision.endpoints == (pool[2],)
+    assert decision.estimate.prompt_tokens == 100
+    assert decision.reasons == ("plugin-fault:grabbing:raised",)
+    assert (asked.model, asked.prompts, asked.prompt_tokens) == before
+    assert len(pool) == len(pool.column("waiting")) == 3
+
+
 @pytest.mark.parametrize(
     "gives",
     [
