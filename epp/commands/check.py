@@ -10,7 +10,7 @@ from epp.config import ConfigError, PickerConfig, default_text, load
 from epp.registry import RegistryError
 
 
-@click.command("check")
+@click.command("check", short_help="Is a configuration file good, and what does it come to?")
 @click.argument("files", nargs=-1, type=click.Path())
 @click.option("--print-default", is_flag=True, help="Print the configuration that is used when none is given.")
 def command(files: tuple[str, ...], print_default: bool) -> None:

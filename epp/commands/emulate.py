@@ -27,10 +27,10 @@ def _option(flag: str, text: str, kind: Any, default: Any = None, **more: Any) -
     return click.option(flag, type=kind, default=default, help=text, show_default=default is not None, **more)
 
 
-@click.command(name="emulate")
-@_option("--port", "One worker a port; 0 takes a free one. May be repeated.", click.IntRange(0, 65535), multiple=True)
-@_option("--count", "So many workers, on ports from --base-port on.", click.IntRange(1, 256))
-@_option("--base-port", "The first of them.", click.IntRange(1, 65535), 8101)
+@click.command(name="emulate", short_help="Run emulated vLLM workers, without a model.")
+@_option("--port", "A worker on this port, 0 = a free one. Repeat for more.", click.IntRange(0, 65535), multiple=True)
+@_option("--count", "This many workers, on ports from --base-port on.", click.IntRange(1, 256))
+@_option("--base-port", "First port of --count.", click.IntRange(1, 65535), 8101)
 @_option("--host", "Address to listen on.", str, "127.0.0.1")
 @_option("--model", "The model name served.", str, "emulated")
 @_option("--name", "Name in x-served-by; the n-th of several gets -n appended.  [default: host:port]", str)
@@ -47,11 +47,18 @@ def _option(flag: str, text: str, kind: Any, default: Any = None, **more: Any) -
 @_option("--lora", "A LoRA adapter to serve under this name. May be repeated.", str, multiple=True)
 @_option("--max-loras", "Different adapters in one engine step.", click.IntRange(1), 1)
 @_option("--hash-seed", "Seed of the block hashes that events report.", str, "")
-@_option("--kv-events", "Publish KV events here, e.g. tcp://*:5557; the n-th worker adds n-1 to the port.", str)
-@_option("--kv-replay", "Replay them here; likewise.", str)
-@_option("--kv-events-topic", "Their topic.", str, "kv@{address}@{model}")
-@_option("--kv-events-layout", "vLLM's since mid-2026, or the one before.", click.Choice(["map", "array"]), "map")
-@_option("--kv-events-buffer", "Batches kept for replay.", click.IntRange(1), 10_000)
+@_option(
+    "--kv-events", "Publish KV events (ZeroMQ) here, e.g. tcp://*:5557; the n-th worker adds n-1 to the port.", str
+)
+@_option("--kv-replay", "Replay missed KV events here; ports likewise.", str)
+@_option("--kv-events-topic", "Topic of KV events.", str, "kv@{address}@{model}")
+@_option(
+    "--kv-events-layout",
+    "Layout of KV events: vLLM's since mid-2026, or the one before.",
+    click.Choice(["map", "array"]),
+    "map",
+)
+@_option("--kv-events-buffer", "Batches of KV events kept for replay.", click.IntRange(1), 10_000)
 @_option("--fault", "NAME=VALUE, e.g. error_rate=0.1; the names are those of POST /control/faults.", str, multiple=True)
 @_option("--grace", "Seconds running requests may take to end after SIGTERM or Ctrl-C.", click.FloatRange(0), 0.0)
 def command(**options: Any) -> None:

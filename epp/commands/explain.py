@@ -15,7 +15,7 @@ from epp.explain import explain, find, read
 MAX_BYTES = 256 << 20
 
 
-@click.command("explain")
+@click.command("explain", short_help="Why a request went where it went.")
 @click.argument("source", metavar="FILE|URL|-")
 @click.option("--id", "request_id", help="The request to explain; without it, the last one.")
 def command(source: str, request_id: str | None) -> None:

@@ -23,7 +23,7 @@ from epp.plugin import Range, Unit
 from epp.registry import PluginClass, RegistryError, default_registry, is_shipped, roles, where
 
 
-@click.command("plugins")
+@click.command("plugins", short_help="List plugin types, or describe one with its parameters.")
 @click.argument("type_", metavar="[TYPE]", required=False)
 def command(type_: str | None) -> None:
     """List the plugin types, or describe one TYPE (a type, an alias, or module:Class) with its parameters."""

@@ -49,8 +49,12 @@ POSITIVE_SECONDS = click.FloatRange(min=0.01)
     type=click.Path(path_type=Path, dir_okay=False),
     help="Keep the pool in this file for Envoy (`envoy-config --endpoints file:PATH`).",
 )
-@click.option("--config-file", type=click.Path(path_type=Path), help="EndpointPickerConfig; built-in policy if absent.")
-@click.option("--config-text", default="", help="The configuration itself, instead of a file.")
+@click.option(
+    "--config-file",
+    type=click.Path(path_type=Path),
+    help="Policy, as an EndpointPickerConfig (docs/configuration.md).  [default: built in]",
+)
+@click.option("--config-text", default="", help="The text of a configuration, instead of its file.")
 @click.option(
     "--listen",
     multiple=True,
@@ -59,12 +63,25 @@ POSITIVE_SECONDS = click.FloatRange(min=0.01)
     help="Where ext_proc is served: host:port, [v6]:port, :port (all interfaces) or unix:/path. Repeatable.",
 )
 @click.option(
-    "--health-port", default="127.0.0.1:9003", show_default=True, help="[host:]port of grpc.health.v1 alone; 0 = off."
+    "--health-port",
+    default="127.0.0.1:9003",
+    show_default=True,
+    help="[host:]port where only grpc.health.v1 is served, without TLS; 0 = off.",
 )
 @click.option(
-    "--admin", "--metrics-port", default="127.0.0.1:9090", show_default=True, help="[host:]port of /metrics; 0 = off."
+    "--admin",
+    "--metrics-port",
+    default="127.0.0.1:9090",
+    show_default=True,
+    help="[host:]port of /metrics, /readyz and /debug; 0 = off.",
 )
-@click.option("--edge", type=click.Choice(["lean", "grpcio"]), default="lean", show_default=True, help="gRPC server.")
+@click.option(
+    "--edge",
+    type=click.Choice(["lean", "grpcio"]),
+    default="lean",
+    show_default=True,
+    help="gRPC server: ours, or the slower grpc.aio.",
+)
 @click.option(
     "--secure-serving/--no-secure-serving",
     default=None,
@@ -73,15 +90,29 @@ POSITIVE_SECONDS = click.FloatRange(min=0.01)
 @click.option(
     "--cert-path", type=click.Path(path_type=Path), help="Directory of tls.crt and tls.key, read again on change."
 )
-@click.option("--scrape-interval", type=POSITIVE_SECONDS, default=0.5, show_default=True, help="Seconds.")
-@click.option("--scrape-timeout", type=POSITIVE_SECONDS, default=1.0, show_default=True, help="Seconds.")
-@click.option("--max-request-bytes", type=click.IntRange(1), default=32 << 20, show_default=True, help="413 above it.")
+@click.option(
+    "--scrape-interval",
+    type=POSITIVE_SECONDS,
+    default=0.5,
+    show_default=True,
+    help="Seconds between two readings of a worker's metrics.",
+)
+@click.option(
+    "--scrape-timeout", type=POSITIVE_SECONDS, default=1.0, show_default=True, help="Seconds one reading may take."
+)
+@click.option(
+    "--max-request-bytes",
+    type=click.IntRange(1),
+    default=32 << 20,
+    show_default=True,
+    help="Longer request bodies are answered with 413.",
+)
 @click.option(
     "--decision-deadline",
     type=POSITIVE_SECONDS,
     default=0.25,
     show_default=True,
-    help="Seconds after which a request goes where own counts say.",
+    help="Seconds a decision may take; a later one looks at load alone.",
 )
 @click.option(
     "--model-rewrite",
@@ -101,9 +132,17 @@ POSITIVE_SECONDS = click.FloatRange(min=0.01)
     show_default=True,
     help="Ask streaming workers for token usage, and hide it from clients that did not ask.",
 )
-@click.option("--decision-log", type=click.Path(path_type=Path), help="Write decisions as JSON lines, rotated.")
 @click.option(
-    "--decision-log-sample", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Share written."
+    "--decision-log",
+    type=click.Path(path_type=Path),
+    help="Write decisions as JSON lines for `kvsteer explain`, rotated at 64 MiB.",
+)
+@click.option(
+    "--decision-log-sample",
+    type=click.FloatRange(0, 1),
+    default=1.0,
+    show_default=True,
+    help="Share of decisions written.",
 )
 @click.option(
     "--drain-delay",
