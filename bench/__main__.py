@@ -6,6 +6,8 @@ about four minutes, a minute with `--quick`. docs/performance.md says what each 
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
 import time
 from pathlib import Path
@@ -51,6 +53,7 @@ def main(out: Path, quick: bool, only: tuple[str, ...]) -> None:
     def say(text: str) -> None:
         click.echo(f"{time.monotonic() - begin:6.1f} s  {text}", err=True)
 
+    say(machine())
     wanted = set(only) or {"micro", END_TO_END}
     figures: list[Figure] = []
     for name, measure in MICRO.items():
@@ -70,6 +73,11 @@ def main(out: Path, quick: bool, only: tuple[str, ...]) -> None:
     for made in tables(figures):
         console.print(made)
     say(f"figures are in {out}")
+
+
+def machine() -> str:
+    """What the figures of a run depend on besides the code."""
+    return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
 
 
 if __name__ == "__main__":
