@@ -292,8 +292,11 @@ class Scheduler:
 
 def _make(wanted: PluginConfig, handle: Handle, source: str) -> Plugin[Any]:
     try:
-        return wanted.cls(wanted.parameters, handle, wanted.name)
-    except Exception as error:  # foreign code may raise anything
+        plugin = wanted.cls(wanted.parameters, handle, wanted.name)
+        if not (hasattr(plugin, "parameters") and hasattr(plugin, "name")):
+            raise TypeError("its __init__ does not call super().__init__(parameters, handle, name)")
+        return plugin
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
         why = f'"{wanted.name}" cannot be made: {type(error).__name__}: {error}'
         raise ConfigError(source, [Problem(wanted.line, "plugins", one_line(why))]) from error
 

@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from epp.commands.check import command as check
 from epp.config import ConfigError, load
 from epp.registry import default_registry, is_shipped
 from epp.scheduler import Scheduler
@@ -95,13 +97,25 @@ def test_a_file_that_cannot_be_used_is_an_error_of_the_configuration(
     assert problem in line
 
 
-def test_a_constructor_that_raises_is_an_error_of_the_configuration(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("constructor", "problem"),
+    [
+        ("raise OSError('no model here')", "OSError: no model here"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("self.ready = 1", "TypeError: its __init__ does not call super().__init__(parameters, handle, name)"),
+    ],
+)
+def test_a_constructor_at_fault_is_an_error_of_the_configuration(
+    constructor: str, problem: str, tmp_path: Path
+) -> None:
     path = write(tmp_path, module="by_port", reference="by_port:ByPort")
-    text = PLUGIN + "\n    def __init__(self, *args):\n        raise OSError('no model here')\n"
+    text = PLUGIN + f"\n    def __init__(self, *args):\n        {constructor}\n"
     (tmp_path / "by_port.py").write_text(text)
     with pytest.raises(ConfigError) as caught:
         Scheduler(load(path))
-    assert str(caught.value) == f'{path}:5: plugins: "mine" cannot be made: OSError: no model here'
+    assert str(caught.value) == f'{path}:5: plugins: "mine" cannot be made: {problem}'
+    done = CliRunner().invoke(check, [str(path)])
+    assert (done.exit_code, done.output) == (2, f"{caught.value}\n")
 
 
 def test_a_changed_file_gives_new_classes_and_an_unchanged_one_the_same(tmp_path: Path) -> None:
