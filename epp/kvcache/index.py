@@ -29,31 +29,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
 from epp.kvcache.blocks import Keys
-from epp.kvcache.sets import EMPTY, HolderSets, Place, unpack
+from epp.kvcache.matching import ALL_BLOCKS, Counts, Stretches, blocks_needed, group_match, leading_match
+from epp.kvcache.sets import EMPTY, HolderSets, Place
 from epp.kvcache.table import U64Table
+from epp.kvcache.tier import Tier
 
-Counts = NDArray[np.int64]
-
-
-class Tier(IntEnum):
-    """Where a block lies, fastest first."""
-
-    GPU = 0
-    CPU = 1
-    DISK = 2
-    PEER = 3
+__all__ = ["ALL_BLOCKS", "BlockIndex", "Holder", "Matches", "Speculation", "Tier", "blocks_needed"]
 
 
-ALL_BLOCKS = 1 << 40
-"""What full attention needs before a point: every block."""
-
-_LOWER = (Tier.CPU, Tier.DISK, Tier.PEER)
 _NUMBER = (1 << 32) - 1
 """The low half of a table's value is the set's number, the high half its age in ticks."""
 _TICKS_PER_S = 8
@@ -61,26 +49,10 @@ _FRESH_TICKS = 60 * _TICKS_PER_S
 """A prompt's blocks are marked as used again when their last use is a minute ago: most turns of a session skip it."""
 _SCALAR = 5
 """Fewer keys than this are written one by one: faster than numpy's calls."""
-_STRETCHES = 128
-"""Stretches of equal sets that a match looks at in one go before it asks whether anybody is left."""
 _SAMPLE = 1024
 """Buckets looked at in one step of eviction or of sweeping: some tenths of a millisecond."""
 _ENTRY_BYTES = 57
 """Room for an entry at the worst moment, while the table grows by a quarter: 2.25 / 0.66 slots of 16.5 bytes."""
-
-
-def blocks_needed(kind: str, window: int | None, block_size: int) -> int:
-    """How many blocks before a point an attention group must hold for a prompt to go on from there.
-
-    `kind` and `window` (tokens) are what a worker's events say (`kv_cache_spec_kind`, `kv_cache_spec_sliding_window`).
-    vLLM asks for a sliding window's `ceil((window - 1) / block_size)` blocks, and of mamba for one. A kind that is not
-    known counts as full attention: it promises least.
-    """
-    if kind == "mamba":
-        return 1
-    if kind == "sliding_window" and window:
-        return max(-(-(window - 1) // block_size), 1)
-    return ALL_BLOCKS
 
 
 @dataclass(slots=True, eq=False)
@@ -271,14 +243,20 @@ class BlockIndex:
         width = 64 * self._sets.words
         found = np.zeros((len(Tier) + 1, width + 1), dtype=np.int64)  # a last column for holders that have left
         if len(keys) and (self._windowed or self._table.get(keys.item(0))):
-            numbers = _numbers(self._table.get_many(keys))
-            ends = np.append((numbers[1:] != numbers[:-1]).nonzero()[0] + 1, len(keys))
-            stretches = numbers[ends - 1]
-            self._leading(stretches, ends, found[:, :width])
-            if self._windowed:
-                self._by_groups(stretches, ends, found)
-        columns = found[:, [h.slot for h in chosen]]
+            stretches = Stretches.of(_numbers(self._table.get_many(keys)))
+            leading_match(self._sets, self._planes, self._speculative, stretches, found[:, :width])
+            for groups, slots in self._kinds().items() if self._windowed else ():
+                found[:, slots] = group_match(self._sets, self._planes, self._speculative, groups, slots, stretches)
+        columns = found.take([h.slot for h in chosen], axis=1, mode="wrap")
         return Matches(chosen, columns[0], columns[-1], columns[:-1])
+
+    def _kinds(self) -> dict[tuple[tuple[int, int], ...], list[int]]:
+        """The slots of holders with several attention groups, by what these are."""
+        kinds: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for holder in self._holders:
+            if holder is not None and holder.groups is not None:
+                kinds.setdefault(holder.groups, []).append(holder.slot)
+        return kinds
 
     # -- what it costs ----------------------------------------------------------------------------------------------
 
@@ -450,103 +428,6 @@ class BlockIndex:
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             self._sets.recount(number, -count)
         self._table.pop_many(keys)
-
-    # -- matching ---------------------------------------------------------------------------------------------------
-
-    def _leading(self, stretches: NDArray[np.uint32], ends: NDArray[np.intp], found: NDArray[np.int64]) -> None:
-        """Fill `found` (tiers and the sum, by slot) as for one group of full attention.
-
-        Stretch i has the set `stretches[i]` and ends before block `ends[i]`.
-        """
-        planes = self._sets.planes
-        lower = [(tier, plane) for tier in _LOWER if (plane := self._planes.get((0, tier))) is not None]
-        on_device = usable = np.full(self._sets.words, (1 << 64) - 1, dtype=np.uint64)
-        begin = 0
-        for at in range(0, len(stretches), _STRETCHES):
-            part, end = stretches[at : at + _STRETCHES], ends[at : at + _STRETCHES]
-            lengths = np.diff(end, prepend=begin)
-            begin = end.item(-1)
-            device = planes[self._device][part] | planes[self._speculative][part]
-            device[0] &= on_device
-            run = np.bitwise_and.accumulate(device, axis=0)
-            on_device = run[-1]
-            found[Tier.GPU] += lengths @ unpack(run)
-            if lower:
-                below = [planes[plane][part] for _, plane in lower]
-                reach = run | np.bitwise_or.reduce(below)
-                reach[0] &= usable
-                reach = np.bitwise_and.accumulate(reach, axis=0)
-                usable = reach[-1]
-                left = reach & ~run
-                for (tier, _), rows in zip(lower, below, strict=True):
-                    found[tier] += lengths @ unpack(left & rows)
-                    left = left & ~rows
-            if not (usable if lower else on_device).any():
-                break
-        np.sum(found[:-1], axis=0, out=found[-1])
-
-    def _by_groups(self, stretches: NDArray[np.uint32], ends: NDArray[np.intp], found: NDArray[np.int64]) -> None:
-        """Overwrite the columns of `found` of holders with several attention groups."""
-        kinds: dict[tuple[tuple[int, int], ...], list[int]] = {}
-        for holder in self._holders:
-            if holder is not None and holder.groups is not None:
-                kinds.setdefault(holder.groups, []).append(holder.slot)
-        for groups, slots in kinds.items():
-            found[:, slots] = self._group_match(groups, slots, stretches, ends)
-
-    def _group_match(
-        self,
-        groups: tuple[tuple[int, int], ...],
-        slots: list[int],
-        stretches: NDArray[np.uint32],
-        ends: NDArray[np.intp],
-    ) -> NDArray[np.int64]:
-        """Rows as in `found`, for holders that have the same groups.
-
-        On lower tiers a group goes on from where the device's match ends; the tier of a block is that on which its
-        widest group has it.
-        """
-        begins = np.concatenate([ends[:1] * 0, ends[:-1]])
-        guess = self._held(self._speculative, stretches, slots)
-        device = [self._held(self._planes.get((group, Tier.GPU)), stretches, slots) | guess for group, _ in groups]
-        below = [
-            [self._held(self._planes.get((group, tier)), stretches, slots) for tier in _LOWER] for group, _ in groups
-        ]
-        needs = [need for _, need in groups]
-        on_device = _last_usable(device, needs, ends)
-        before = ends[:, None] <= on_device
-        either = [(rows & before) | np.logical_or.reduce(tiers) for rows, tiers in zip(device, below, strict=True)]
-        usable = _last_usable(either, needs, ends)
-        rows = np.zeros((len(Tier) + 1, len(slots)), dtype=np.int64)
-        rows[Tier.GPU], rows[-1] = on_device, usable
-        left = ~before & (ends[:, None] <= usable)
-        lengths = ends - begins
-        for tier, has in zip(_LOWER, below[needs.index(max(needs))], strict=True):
-            here = left if tier == _LOWER[-1] else left & has
-            rows[tier] = lengths @ here
-            left = left & ~here
-        return rows
-
-    def _held(self, plane: int | None, stretches: NDArray[np.uint32], slots: list[int]) -> NDArray[np.bool_]:
-        """Which stretches each slot holds in a plane, shape (stretches, slots)."""
-        if plane is None:
-            return np.zeros((len(stretches), len(slots)), dtype=np.bool_)
-        return unpack(self._sets.planes[plane][stretches])[:, slots].astype(np.bool_)
-
-
-def _last_usable(present: list[NDArray[np.bool_]], needs: list[int], ends: NDArray[np.intp]) -> Counts:
-    """The most blocks of a prompt that all groups can go on from, shape (holders,).
-
-    Group i holds the stretches `present[i]`, of shape (stretches, holders). The prompt can go on from the end of a
-    stretch if, in each group, the unbroken run that leads there is as long as needed or begins with the prompt. (Within
-    a stretch all groups' runs grow alike, so its end is its best point.)
-    """
-    usable = np.ones(present[0].shape, dtype=np.bool_)
-    for rows, need in zip(present, needs, strict=True):
-        gap = np.maximum.accumulate(np.where(rows, 0, ends[:, None]), axis=0)  # where the run that leads here begins
-        usable &= rows & ((gap == 0) | (gap + need <= ends[:, None]))
-    most: Counts = np.where(usable, ends[:, None], 0).max(axis=0, initial=0).astype(np.int64)
-    return most
 
 
 def _numbers(values: Keys) -> NDArray[np.uint32]:
