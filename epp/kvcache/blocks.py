@@ -19,7 +19,7 @@ a product with random odd weights (multiply-shift hashing, Dietzfelbinger 1996) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import mul
 
@@ -150,6 +150,15 @@ def extend(parent: int, ids: NDArray[np.uint32], block_size: int, extras: Mappin
         state = sums.item(-1)
         _mix(sums)
     return keys
+
+
+def block_extras(strings: Sequence[str]) -> bytes:
+    """What `extend` takes as a block's extra: all that decides its KV besides tokens and adapter, each with its length.
+
+    In the order in which vLLM hashes them and its events tell them: identifiers of the media whose placeholders lie in
+    the block, then, in a prompt's first block, the cache salt.
+    """
+    return b"".join(b"%d:%b" % (len(part), part) for part in map(_utf8, strings))
 
 
 def _extend_by_one(parent: int, ids: list[int], extra: bytes | None) -> Keys:

@@ -10,10 +10,11 @@ In: live and replayed messages as they come, connections, the passing of time. O
                                              asking helps, else it is `Lost`
     ASKING --- no answer, `attempts` times > `Lost`, held ones are applied, LIVE
 
-A connection begins with ASKING from 0, or after a break from the next number: PUB sockets drop while nobody listens. A
-number that goes back, under a newer time stamp, is a restart of the worker: everything before is void. (An older time
-stamp is a live message that a replay brought first.) Replays run on the worker's publishing thread and stall it, so one
-gap is one request, and the caller spaces those of many workers.
+A connection begins with ASKING from 0: PUB sockets drop while nobody listens. After a break the last number that was
+seen is asked for once more: a publisher that does not have it, or has it under another time stamp, is a new process,
+though it may have published nothing since. A number that goes back, under a newer time stamp, is one too: everything
+before is void. (An older time stamp is a live message that a replay brought first.) Replays run on the worker's
+publishing thread and stall it, so one gap is one request, and the caller spaces those of many workers.
 
 Source: vllm/distributed/kv_events.py (sequence numbers from 0 per process; a ring of `buffer_steps` batches).
 """
@@ -86,6 +87,10 @@ class Sequence:
         """The number expected next; None before anything was seen."""
         self._phase = _Phase.LIVE
         self._last_ts = float("-inf")
+        self._newest_ts = 0.0
+        """Time stamp of the batch before `next`."""
+        self._probing = False
+        """The batch before `next` is asked for, to see whether the publisher is still the same."""
         self._held: deque[tuple[int, Batch]] = deque()
         self._asked_from = 0
         self._attempt = 0
@@ -104,7 +109,15 @@ class Sequence:
 
     def connected(self, now: float) -> list[Action]:
         """The live socket is connected (again): whatever was published meanwhile was not received."""
-        return list(self._ask(self.next or 0, now))
+        if not self.next:
+            return list(self._ask(0, now))
+        actions = list(self._ask(self.next - 1, now))
+        self._probing = bool(actions)
+        return actions
+
+    def asked(self, now: float) -> None:
+        """The replay's request goes out only now: the time to answer begins."""
+        self._heard_at = now
 
     def live(self, seq: int, batch: Batch, now: float) -> list[Action]:
         """A batch on the live socket."""
@@ -117,7 +130,13 @@ class Sequence:
         if self._phase is not _Phase.ASKING:
             return []
         self._heard_at = now
-        if seq == END_OF_REPLAY or batch is None:
+        ended = seq == END_OF_REPLAY or batch is None
+        if self._probing:
+            self._probing = False
+            assert self.next is not None
+            if ended or (seq == self.next - 1 and batch is not None and batch.ts != self._newest_ts):
+                return [*self._restart(), *self._ask(0, now)]
+        if ended or batch is None:
             return list(self._settle(now))
         expected = self._asked_from if self.next is None else self.next
         if seq < expected:
@@ -133,7 +152,7 @@ class Sequence:
         if self._attempt < self.settings.attempts:
             self._attempt += 1
             self._heard_at = now
-            self._asked_from = self.next or 0
+            self._asked_from = (self.next or 0) - self._probing
             return [Ask(self._asked_from)]
         self._progress = False
         return list(self._settle(now))
@@ -179,12 +198,14 @@ class Sequence:
         if not self.settings.replay:
             return
         self._phase = _Phase.ASKING
+        self._probing = False
         self._asked_from, self._attempt, self._heard_at, self._progress = start, 1, now, False
         yield Ask(start)
 
     def _settle(self, now: float) -> Iterator[Action]:
         """The replay is over: go on with what was held."""
         self._phase = _Phase.LIVE
+        self._probing = False
         if self.next is None and self._asked_from == 0 and self._held and self._held[0][0] == 0:
             self.next = 0
         held, self._held = self._held, deque()
@@ -216,5 +237,6 @@ class Sequence:
 
     def _take(self, seq: int, batch: Batch) -> Apply:
         self.next = seq + 1
+        self._newest_ts = batch.ts
         self._last_ts = max(self._last_ts, batch.ts)
         return Apply(seq, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,17 +120,43 @@ def test_a_restart_seen_late_is_replayed_from_its_beginning() -> None:
     assert applied(actions) == [0, 1, 2]
 
 
-def test_a_worker_that_restarted_while_the_connection_was_down_is_found_out() -> None:
+def restarted_unheard(publications: int) -> tuple[Publisher, Sequence]:
     publisher, sequence = Publisher(), Sequence()
     answered(sequence, publisher, sequence.connected(0.0))
     for _ in range(4):
         sequence.live(*publisher.publish(), 0.0)
     publisher.restart()
+    for _ in range(publications):
+        publisher.publish()
+    return publisher, sequence
+
+
+def test_a_worker_that_restarted_while_the_connection_was_down_is_found_out_by_its_first_batch() -> None:
+    publisher, sequence = restarted_unheard(0)
+    assert sequence.connected(1.0) == [Ask(3)]
     first = publisher.publish()
-    assert sequence.connected(1.0) == [Ask(4)]
     assert sequence.live(*first, 1.0) == [Restarted(), Ask(0)]
     actions = [*sequence.replayed(*first, 1.0), *sequence.replayed(END_OF_REPLAY, None, 1.0)]
     assert applied(actions) == [0]
+
+
+@pytest.mark.parametrize("publications", [0, 1, 3, 4, 9])
+def test_a_worker_that_restarted_while_the_connection_was_down_is_found_out_without_a_new_batch(
+    publications: int,
+) -> None:
+    publisher, sequence = restarted_unheard(publications)
+    actions = answered(sequence, publisher, sequence.connected(1.0))
+    assert Restarted() in actions
+    assert applied(actions) == list(range(publications))
+
+
+def test_a_connection_that_comes_back_brings_what_was_missed() -> None:
+    publisher, sequence = Publisher(), Sequence()
+    answered(sequence, publisher, sequence.connected(0.0))
+    for _ in range(4):
+        sequence.live(*publisher.publish(), 0.0)
+    publisher.publish()
+    assert answered(sequence, publisher, sequence.connected(1.0)) == [Ask(3), Apply(*publisher.ring[4])]
 
 
 def test_a_replay_that_nobody_answers_is_given_up_after_its_attempts() -> None:
