@@ -20,6 +20,7 @@ from bench import api_micro, edge_micro, end_to_end, exchange_micro, ext_proc_mi
 from bench.load import LoadError
 from bench.table import tables
 from bench.targets import judged
+from bench.timing import EFFORT
 from epp.demo.stack import StackError
 from epp.figures import Figure, write
 
@@ -54,6 +55,8 @@ def main(out: Path, quick: bool, only: tuple[str, ...]) -> None:
         click.echo(f"{time.monotonic() - begin:6.1f} s  {text}", err=True)
 
     say(machine())
+    if quick:
+        EFFORT.hurry()
     wanted = set(only) or {"micro", END_TO_END}
     figures: list[Figure] = []
     for name, measure in MICRO.items():

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.cpu import cpu_seconds
+from bench.timing import EFFORT
 from epp.figures import Figure, figure
 from epp.gateway import http2_frames as f
 from epp.gateway.edge import serve
@@ -93,10 +94,10 @@ def batches(count: int, together: int, bodies: Sequence[int], *, graceful: bool)
 
 
 def connection_cost(together: int, bodies: Sequence[int], *, graceful: bool) -> float:
-    count = 3_200 if sum(bodies) < 10_000 else 96
+    count = 16 * EFFORT.times(200 if sum(bodies) < 10_000 else 6)
     reads = batches(count, together, bodies, graceful=graceful)
     rounds = []
-    for _ in range(ROUNDS):
+    for _ in range(EFFORT.times(ROUNDS)):
         connection = GrpcConnection(Service({PATH: Nothing}), Limits(), EdgeCounters(), 0.0, lambda: None)
         connection.receive(greeting(), 0.0)
         connection.take()
@@ -112,7 +113,7 @@ def connection_cost(together: int, bodies: Sequence[int], *, graceful: bool) -> 
 
 def socket_cost(edge: str, together: int, bodies: Sequence[int], *, graceful: bool) -> float:
     """CPU of the serving process per request, its own system calls included."""
-    count = 8_000 if sum(bodies) < 10_000 else 320
+    count = 16 * EFFORT.times(500 if sum(bodies) < 10_000 else 20)
     reads = batches(count, together, bodies, graceful=graceful)
     with tempfile.TemporaryDirectory() as directory:
         path = str(Path(directory, "edge"))
@@ -141,7 +142,7 @@ def memory_per_stream() -> float:
     """Bytes of an open stream after its header message, without the session's own."""
     import tracemalloc
 
-    count = 5_000
+    count = EFFORT.times(5_000)
     connection = GrpcConnection(Service({PATH: Nothing}), Limits(), EdgeCounters(), 0.0, lambda: None)
     connection.receive(greeting(), 0.0)
     connection.take()

@@ -14,7 +14,7 @@ from bench import messages
 from bench.backend import BODY, CHUNK
 from bench.bodies import Conversation, small
 from bench.scheduler_micro import make_pool
-from bench.timing import cpu_us, each_us
+from bench.timing import EFFORT, cpu_us, each_us
 from epp.config import load_default
 from epp.director import Director
 from epp.exchange import Exchange, Patience, Timer
@@ -110,4 +110,4 @@ def _whole(director: Director, sent: list[bytes], answer: list[bytes]) -> None:
 def _turns(mode: BodyMode) -> list[list[bytes]]:
     """A conversation of 400 KB and its next turns, another one for each mode."""
     conversation = Conversation(int(mode))
-    return [messages.request(mode, conversation.body(0, turn)) for turn in range(30)]
+    return [messages.request(mode, conversation.body(0, turn)) for turn in range(max(3, EFFORT.times(30)))]

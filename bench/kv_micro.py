@@ -12,7 +12,7 @@ from random import Random
 
 import numpy as np
 
-from bench.timing import cpu_us
+from bench.timing import EFFORT, cpu_us
 from epp.endpoint import Candidates, Endpoint, Pool
 from epp.figures import Figure, figure
 from epp.kvcache.blocks import Keys, block_keys
@@ -43,8 +43,9 @@ def _session(number: int, length: int = BLOCKS) -> Keys:
     return block_keys(words, 1, 0, limit=length)
 
 
-def _history(endpoints: int, sessions: int = 100) -> tuple[History[int], list[int]]:
+def _history(endpoints: int) -> tuple[History[int], list[int]]:
     """Sessions go round the endpoints; those that are timed exist in full, the rest share a shorter tail."""
+    sessions = EFFORT.times(100)
     history = History[int](1 << 34)
     numbers = list(range(0, endpoints * sessions, endpoints * sessions // 50))
     for number in range(endpoints * sessions):
@@ -61,7 +62,7 @@ def _match(history: History[int], sessions: list[int]) -> float:
 def _turns(history: History[int], sessions: list[int]) -> float:
     """Every round is one more turn of each session: each time NEW blocks are new."""
     best = float("inf")
-    for turn in range(1, 40):
+    for turn in range(1, EFFORT.times(40)):
         keys = [_session(n, BLOCKS + turn * NEW) for n in sessions]
         started = time.thread_time()
         for k in keys:

@@ -8,15 +8,33 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-
-ROUNDS = 15
-ROUND_S = 0.02
+from dataclasses import dataclass
 
 
-def cpu_us(call: Callable[[], object], *, rounds: int = ROUNDS, round_s: float = ROUND_S) -> float:
+@dataclass(slots=True)
+class Effort:
+    """How long everything is measured; `hurry` makes figures rougher and a run short."""
+
+    rounds: int = 15
+    round_s: float = 0.02
+    scale: float = 1.0
+    """Share of the usual number of requests, sessions or turns where those are counted."""
+
+    def hurry(self) -> None:
+        self.rounds, self.round_s, self.scale = 3, 0.003, 0.1
+
+    def times(self, usual: int) -> int:
+        return max(1, round(usual * self.scale))
+
+
+EFFORT = Effort()
+"""Of this process."""
+
+
+def cpu_us(call: Callable[[], object], *, rounds: int | None = None, round_s: float | None = None) -> float:
     """Microseconds of one `call`. A round calls for about `round_s`, once at the least."""
-    calls = max(1, int(round_s / _seconds(call, 3)))
-    return min(_seconds(call, calls) for _ in range(rounds)) * 1e6
+    calls = max(1, int((round_s or EFFORT.round_s) / _seconds(call, 3)))
+    return min(_seconds(call, calls) for _ in range(rounds or EFFORT.rounds)) * 1e6
 
 
 def each_us(calls: Sequence[Callable[[], object]]) -> float:

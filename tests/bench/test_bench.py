@@ -16,6 +16,7 @@ import yaml
 from bench import load
 from bench.backend import TICK_S, Connection
 from bench.bodies import Conversation, small
+from bench.cpp_server import CannotBuild, build
 from bench.cpu import cpu_seconds
 from bench.stack import CPP, LEAN, NONE, PROFILES, envoy_config
 from bench.table import tables
@@ -115,6 +116,12 @@ def test_all_listeners_are_the_product_s_own_and_differ_in_the_server_alone(tmp_
     assert {c["name"] for c in resources["clusters"]} >= {"pool", "picker-cpp", "picker-kvsteer"}
 
 
+def test_without_a_compiler_the_reason_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CannotBuild, match=r"no g\+\+.*apt-get install .*libgrpc\+\+-dev"):
+        build(tmp_path / "built")
+
+
 async def _serving() -> asyncio.Server:
     return await asyncio.get_running_loop().create_server(Connection, "127.0.0.1", 0)
 
@@ -156,13 +163,18 @@ def test_the_backend_reads_bodies_that_come_chunked() -> None:
     assert asyncio.run(ask()).startswith(b"HTTP/1.1 200")
 
 
-def test_one_part_can_be_measured_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("only", "parts"),
+    [("micro", {"edge", "ext_proc", "api", "scheduler", "kv", "exchange"}), ("ext_proc", {"ext_proc"})],
+)
+def test_parts_can_be_measured_alone_and_leave_their_figures(only: str, parts: set[str], tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
-    command = [sys.executable, "-m", "bench", "--quick", "--only", "ext_proc", "--out", str(out)]
+    command = [sys.executable, "-m", "bench", "--quick", "--only", only, "--out", str(out)]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     figures = json.loads(out.read_text())
-    assert {f["name"].split("/")[0] for f in figures} == {"ext_proc"}
-    assert all(f["value"] > 0 and f["unit"] == "us" for f in figures)
+    assert {f["name"].split("/")[0] for f in figures} >= parts
+    assert all(f["value"] > 0 and f["unit"] in ("us", "B", "bytes") for f in figures)
+    assert len({f["name"] for f in figures}) == len(figures)
     assert "By itself" in done.stdout
