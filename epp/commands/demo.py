@@ -24,6 +24,7 @@ from epp.demo.sessions import Session, load
 from epp.demo.stack import Ports, Stack, StackError, Workers, running_stack
 from epp.explain import explain
 from epp.figures import write
+from epp.number_types import Number
 
 MODEL = "demo"
 WORKERS = Workers(model=MODEL, blocks=12_288, block_size=16, speed=4.0, stream_interval=8)
@@ -33,7 +34,7 @@ WORKERS = Workers(model=MODEL, blocks=12_288, block_size=16, speed=4.0, stream_i
 @click.command(name="demo")
 @click.option("--base-port", type=click.IntRange(1024, 65000), default=8080, show_default=True, help="First port used.")
 @click.option("--workers", type=click.IntRange(2, 8), default=4, show_default=True, help="Emulated workers.")
-@click.option("--duration", type=click.FloatRange(2, 600), default=30.0, show_default=True, help="Seconds a replay.")
+@click.option("--duration", type=Number(2, 600), default=30.0, show_default=True, help="Seconds a replay.")
 @click.option(
     "--sessions", type=click.Path(exists=True, path_type=Path), help="Other sessions than the shipped sample."
 )

@@ -12,6 +12,7 @@ import click
 import msgspec
 import uvloop
 
+from epp.number_types import Number, seconds
 from epp.sim.cost import PRESETS
 from epp.sim.engine import EngineConfig
 from epp.sim.faults import Faults
@@ -41,7 +42,7 @@ def _option(flag: str, text: str, kind: Any, default: Any = None, **more: Any) -
 @_option("--max-num-seqs", "Sequences in one engine step.", click.IntRange(1), 128)
 @_option("--max-num-batched-tokens", "Tokens in one engine step.", click.IntRange(1), 8192)
 @_option("--cost", "How long a step takes.", click.Choice(sorted(PRESETS)), "gpu-large")
-@_option("--speed", "Engine seconds in a real second.", click.FloatRange(0, min_open=True), 1.0)
+@_option("--speed", "Engine seconds in a real second.", Number(0, min_open=True), 1.0)
 @_option("--output-tokens", "Mean length of an answer that no limit cuts.", click.IntRange(1), 128)
 @_option("--stream-interval", "Tokens a streamed chunk.", click.IntRange(1), 1)
 @_option("--lora", "A LoRA adapter to serve under this name. May be repeated.", str, multiple=True)
@@ -60,7 +61,7 @@ def _option(flag: str, text: str, kind: Any, default: Any = None, **more: Any) -
 )
 @_option("--kv-events-buffer", "Batches of KV events kept for replay.", click.IntRange(1), 10_000)
 @_option("--fault", "NAME=VALUE, e.g. error_rate=0.1; the names are those of POST /control/faults.", str, multiple=True)
-@_option("--grace", "Seconds running requests may take to end after SIGTERM or Ctrl-C.", click.FloatRange(0), 0.0)
+@_option("--grace", "Seconds running requests may take to end after SIGTERM or Ctrl-C.", seconds(), 0.0)
 def command(**options: Any) -> None:
     """Emulated vLLM workers: scheduling, blocks, prefix cache, metrics and KV events, without a model.
 

@@ -22,12 +22,13 @@ from epp.gateway.ext_proc_events import Limits
 from epp.gateway.listen import AddressError
 from epp.gateway.tls import Tls, TlsError
 from epp.guard import Limits as PluginLimits
+from epp.number_types import Number, seconds
 from epp.observe.decision_log import LogFile
 from epp.serve import Picker, Settings
 from epp.signals.scraper import ScrapeSettings
 
-SECONDS = click.FloatRange(min=0)
-POSITIVE_SECONDS = click.FloatRange(min=0.01)
+SECONDS = seconds()
+POSITIVE_SECONDS = seconds(0.01)
 
 
 @click.command(name="serve")
@@ -139,7 +140,7 @@ POSITIVE_SECONDS = click.FloatRange(min=0.01)
 )
 @click.option(
     "--decision-log-sample",
-    type=click.FloatRange(0, 1),
+    type=Number(0, 1),
     default=1.0,
     show_default=True,
     help="Share of decisions written.",
