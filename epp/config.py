@@ -21,12 +21,15 @@ from typing import Any
 from epp import field_types
 from epp.decoding import camel, convert, decode
 from epp.document import Node, Problem, Problems, UnreadableFile, join, one_line, parse, read_file, show, unknown
+from epp.model_config import ModelConfig, TokenProducer
 from epp.plugin import DEFAULT_PRODUCERS, Filter, Picker, Plugin, Producer, ProfileHandler, Scorer
 from epp.registry import Registry, RegistryError, default_registry, roles
 
 API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
 KIND = "EndpointPickerConfig"
-SECTIONS = ("apiVersion", "kind", "plugins", "schedulingProfiles", *field_types.SECTIONS)
+SECTIONS = ("apiVersion", "kind", "plugins", "schedulingProfiles", "models", *field_types.SECTIONS)
+TOKEN_PRODUCERS = ("token-producer", "tokenizer")
+"""Plugin types of llm-d that configure what is an entry of `models` here."""
 
 DEFAULT_PICKER = "max-score-picker"
 DEFAULT_HANDLER = "single-profile-handler"
@@ -74,6 +77,8 @@ class PickerConfig:
     handler: str
     source: str
     warnings: tuple[str, ...] = ()
+    models: tuple[ModelConfig, ...] = ()
+    """Models whose prompts are tokenised; no name or alias occurs twice."""
 
     def plugin(self, name: str) -> PluginConfig:
         return next(p for p in self.plugins if p.name == name)
@@ -133,6 +138,8 @@ class _Reader:
         self.source, self.folder, self.registry, self.problems = source, folder, registry, problems
         self.warnings: list[str] = []
         self.plugins: dict[str, PluginConfig] = {}
+        self.models: dict[str, ModelConfig] = {}
+        """By name and by every alias."""
         self.silent: set[str] = set()
         """Names that may be referenced without a plugin behind them: built in here, or already reported."""
 
@@ -148,6 +155,7 @@ class _Reader:
                 self.problems.add(line, key, unknown("key", key, SECTIONS))
         self.constant(root, "apiVersion", API_VERSIONS)
         self.constant(root, "kind", (KIND,))
+        self.read_models(self.items(root.value.get("models"), "models"))
         self.read_plugins(self.items(root.value.get("plugins"), "plugins"))
         profiles = self.read_profiles(self.items(root.value.get("schedulingProfiles"), "schedulingProfiles"))
         handler = self.handler(root, profiles)
@@ -157,7 +165,10 @@ class _Reader:
         if self.problems.found:
             return None
         warnings = tuple(dict.fromkeys(self.warnings))
-        return PickerConfig(tuple(self.plugins.values()), producers, tuple(profiles), handler, self.source, warnings)
+        models = tuple({model.name: model for model in self.models.values()}.values())
+        return PickerConfig(
+            tuple(self.plugins.values()), producers, tuple(profiles), handler, self.source, warnings, models
+        )
 
     def constant(self, root: Node, key: str, allowed: Sequence[str]) -> None:
         assert isinstance(root.value, dict)
@@ -189,7 +200,10 @@ class _Reader:
                 self.problems.add(node, path, f'the name "{name}" is taken by the plugin on line {lines[name]}')
                 continue
             lines[name] = node.line
-            self.read_plugin(entry.type, name, node, path)
+            if entry.type in TOKEN_PRODUCERS and self.registry.find(entry.type) is None:
+                self.read_token_producer(name, node, path)
+            else:
+                self.read_plugin(entry.type, name, node, path)
 
     def silence(self, node: Node) -> None:
         """A broken entry was reported once; references to it are not reported again."""
@@ -243,6 +257,39 @@ class _Reader:
                 return type_
             self.plugins[type_] = PluginConfig(type_, cls, cls.Parameters())
         return type_
+
+    # --- models ---
+
+    def read_models(self, items: list[tuple[Node, str]]) -> None:
+        for node, path in items:
+            model = decode(ModelConfig, node, path, self.problems)
+            if model is not None:
+                folder = str(self.folder / model.path) if self.folder and model.path else model.path
+                self.add_model(model.at(node.line, folder), node, path)
+
+    def add_model(self, model: ModelConfig, node: Node, path: str) -> None:
+        for name in (model.name, *model.aliases):
+            other = self.models.setdefault(name, model)
+            if other is not model:
+                self.problems.add(node, path, f'the name "{name}" is taken by the model on line {other.line}')
+
+    def read_token_producer(self, name: str, node: Node, path: str) -> None:
+        """llm-d's plugin, which names a model and who renders its prompts; what it is called is of no matter here."""
+        self.silent.add(name)
+        assert isinstance(node.value, dict)
+        parameters = next((v for k, v in node.value.items() if k.lower() == "parameters"), Node(None, node.line))
+        at = join(path, "parameters")
+        producer = decode(TokenProducer, parameters, at, self.problems)
+        try:
+            model = producer.model if producer else None
+        except ValueError as error:
+            self.problems.add(node, at, str(error))
+            return
+        if model is not None and model.name not in self.models:
+            self.add_model(model.at(node.line, ""), node, at)
+        elif producer is not None:
+            why = "every request has an estimate" if model is None else f'models has an entry for "{model.name}"'
+            self.warn(node.line, path, f"has no effect: {why}")
 
     # --- profiles ---
 

@@ -68,8 +68,6 @@ _TOKENS = "prefix-cache-scorer with approx-prefix-cache-producer works without t
 
 ABSENT: Mapping[str, str] = {
     "precise-prefix-cache-scorer": _TOKENS,
-    "token-producer": _TOKENS,
-    "tokenizer": _TOKENS,
     "disagg-profile-handler": _PD,
     "pd-profile-handler": _PD,
     "disagg-headers-handler": _PD,

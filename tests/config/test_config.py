@@ -288,7 +288,7 @@ class Shipped:
         Shipped("epp-estimate-prefix-cache-config.yaml"),
         Shipped("data-layer.yaml"),
         Shipped("pd-epp-config.yaml", ("prefix-based-pd-decider", "disagg-profile-handler")),
-        Shipped("epp-precise-prefix-cache-config.yaml", ("token-producer", "precise-prefix-cache-scorer")),
+        Shipped("epp-precise-prefix-cache-config.yaml", ("precise-prefix-cache-scorer",)),
         Shipped("sim-epp-no-hit-lru.yaml", ("precise-prefix-cache-scorer",)),
         Shipped("dp-epp-config.yaml", ("data-parallel-profile-handler",)),
         Shipped("sim-e-pd-epp-config.yaml", ("always-disagg-multimodal-decider", "disagg-profile-handler")),

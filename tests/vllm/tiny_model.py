@@ -1,4 +1,4 @@
-"""Write a tiny Llama with random weights around the emulator's tokenizer. Run by the Python that has vLLM.
+"""Write a tiny Llama with random weights around a tokenizer, with its chat template. Run by the Python that has vLLM.
 
 usage: python tiny_model.py TOKENIZER_DIR OUT
 
@@ -23,12 +23,15 @@ def write(tokenizer: Path, out: Path) -> None:
     from safetensors.torch import save_file  # type: ignore[import-not-found, unused-ignore]
 
     out.mkdir(parents=True, exist_ok=True)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(tokenizer / name, out / name)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (tokenizer / name).exists():
+            shutil.copyfile(tokenizer / name, out / name)
     vocabulary = json.loads((tokenizer / "tokenizer.json").read_text())
     size = max(max(vocabulary["model"]["vocab"].values()), *(token["id"] for token in vocabulary["added_tokens"]))
     size = -(-(size + 1) // 64) * 64
-    end = next(t["id"] for t in vocabulary["added_tokens"] if "end" in t["content"])
+    named = json.loads((tokenizer / "tokenizer_config.json").read_text())["eos_token"]
+    name = named if isinstance(named, str) else named["content"]
+    end = next(t["id"] for t in vocabulary["added_tokens"] if t["content"] == name)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -76,6 +76,10 @@ class Fleet:
 
     def start(self, count: int, *extra: str) -> None:
         """Start so many workers at once and wait until all answer; on failure the log's end is in the error."""
+        self.launch(count, *extra)
+        self.wait()
+
+    def launch(self, count: int, *extra: str) -> None:
         for _ in range(count):
             port = free_port()
             log = self.folder / f"vllm-{port}.log"
@@ -92,6 +96,9 @@ class Fleet:
                     command, stdout=out, stderr=out, env=os.environ | ENVIRONMENT, start_new_session=True
                 )
             self.workers.append(Worker(port, process, log))
+
+    def wait(self) -> None:
+        """Until all answer."""
         deadline = time.monotonic() + START_S
         for worker in self.workers:
             self._wait(worker, deadline)

@@ -89,6 +89,10 @@ class Encoder:
             return [self._tiktoken.encode(text) for text in texts]
         return self._encode_slowly(texts)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """For people to read."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
     def _encode_slowly(self, texts: list[str]) -> list[Ids]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(e.ids, dtype=np.uint32) for e in encodings]

@@ -103,8 +103,9 @@ def _mapping(path: Path) -> dict[str, Any]:
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     """A special token is written as text, or as an object with its text in `content`."""
     found = {}
-    for name in SPECIAL_TOKENS:
-        value = config.get(name)
+    extra = config.get("extra_special_tokens")  # a list without names, or names of the model's own
+    named = {**(extra if isinstance(extra, dict) else {}), **{name: config.get(name) for name in SPECIAL_TOKENS}}
+    for name, value in named.items():
         if isinstance(value, dict):
             value = value.get("content")
         if isinstance(value, str):
