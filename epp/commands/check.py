@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from epp.commands.check_tokens import check_tokens
+from epp.check_tokens import check_tokens
 from epp.config import ConfigError, PickerConfig, default_text, load
 from epp.model_config import ModelConfig
 from epp.registry import RegistryError

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from epp.check_tokens import first_difference
 from epp.commands.check import command
-from epp.commands.check_tokens import first_difference
 from epp.kvcache.tokens import Tokens
 from epp.model_config import ModelConfig
 from epp.request import Api, InferenceRequest

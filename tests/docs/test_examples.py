@@ -62,11 +62,15 @@ def test_the_plugin_of_the_page_is_described_in_its_folder(tmp_path: Path, monke
 
 
 def test_the_file_of_the_configuration_page_loads_as_it_says() -> None:
-    config = read(CONFIGURATION.block("yaml"))
+    config = read("".join(CONFIGURATION.blocks("yaml")))
     (profile,) = config.profiles
     assert profile.filters == ("decode-filter",)
     assert profile.scorers == (("prefix", 2.0), ("queue-scorer", 1.0))
     assert config.plugin("approx-prefix-cache-producer").parameters.block_size_tokens == 64
+    assert [(m.aliases, m.source, m.timeout) for m in config.models] == [
+        (("qwen",), "auto", 0.25),
+        ((), "render", 0.25),
+    ]
 
 
 def test_the_program_of_the_emulator_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
