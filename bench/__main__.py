@@ -16,7 +16,16 @@ import click
 import uvloop
 from rich.console import Console
 
-from bench import api_micro, edge_micro, end_to_end, exchange_micro, ext_proc_micro, kv_micro, scheduler_micro
+from bench import (
+    api_micro,
+    edge_micro,
+    end_to_end,
+    exchange_micro,
+    ext_proc_micro,
+    index_micro,
+    kv_micro,
+    scheduler_micro,
+)
 from bench.load import LoadError
 from bench.table import tables
 from bench.targets import judged
@@ -30,6 +39,7 @@ MICRO = {
     "api": api_micro.figures,
     "scheduler": scheduler_micro.figures,
     "kv": kv_micro.figures,
+    "index": index_micro.figures,
     "exchange": exchange_micro.figures,
 }
 """Measured inside this process, cheapest first."""

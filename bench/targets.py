@@ -29,6 +29,10 @@ TARGETS = {
     "exchange/response chunk": Target(15),
     "scheduler/six, 544 endpoints, 6 scorers": Target(500),
     "kv/memory per block and endpoint, 64 endpoints": Target(64),
+    "index/store, a block of a 64-block event": Target(2),
+    "index/store, a single-block event": Target(10),
+    "index/match, warm turn, 64 endpoints, 1 M blocks": Target(100),
+    "index/memory per block with the map of engine hashes, 64 endpoints, 10 M blocks": Target(64),
 }
 
 

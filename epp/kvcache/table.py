@@ -31,6 +31,11 @@ _SMALLEST = 16
 """Buckets of an empty table."""
 _MOVE = 512
 """Buckets moved at once while a table grows: a fraction of a millisecond."""
+_MOVE_PER_ENTRY = 8
+"""Buckets moved for each entry added while a table grows."""
+_PAGE = mmap.PAGESIZE
+_PAGED = 1 << 18 if hasattr(mmap, "MADV_NOHUGEPAGE") else 1 << 62
+"""Bytes of keys from which on a table asks the system for pages, where that can take single ones back (Linux)."""
 _FEW = 24
 """So many keys are handled faster one by one than by another round of numpy's calls."""
 _WHICH_BYTE = np.uint32(1 << 22 | 2 << 14 | 3 << 6)
@@ -49,7 +54,7 @@ class U64Table:
         """Forget all entries and give the memory back."""
         self._new = _Slab(_SMALLEST)
         self._old: _Slab | None = None
-        """Being emptied into `_new`, from its first bucket on."""
+        """While growing: it has the entries whose home in it is not before `_moved`, `_new` has the others."""
         self._moved = 0
         self._debt = 0
         """Buckets that writes owe to the move."""
@@ -60,7 +65,14 @@ class U64Table:
 
     @property
     def nbytes(self) -> int:
-        return self._new.nbytes + (self._old.nbytes if self._old else 0)
+        """Bytes of memory. While growing, what has been moved is given back, and the new part is filled in order."""
+        if self._old is None:
+            return self._new.nbytes
+        whole = self._old.nbytes + self._new.nbytes
+        if not self._old.paged:
+            return whole
+        moved = self._moved / self._old.buckets
+        return whole - int(moved * self._old.nbytes + (1 - moved) * self._new.nbytes)
 
     @property
     def buckets(self) -> int:
@@ -74,62 +86,54 @@ class U64Table:
     def get(self, key: int) -> int:
         """The value of one key, 0 if absent."""
         key = key or _GOLDEN
-        slot = self._new.find(key)
-        if slot >= 0:
-            return self._new.value_view[slot]
-        if self._old is not None and (slot := self._old.find(key)) >= 0:
-            return self._old.value_view[slot]
-        return 0
+        slab = self._slab(key)
+        slot = slab.find(key)
+        return slab.value_view[slot] if slot >= 0 else 0
 
     def put(self, key: int, value: int) -> None:
         """Store one value, not 0."""
         key = key or _GOLDEN
-        slab = self._new
+        slab = self._slab(key)
         slot = slab.find(key)
-        if slot < 0 and self._old is not None and (slot := self._old.find(key)) >= 0:
-            slab = self._old
         if slot >= 0:
             slab.value_view[slot] = value
-            return
-        self._make_room(1)
-        self._new.add(key, value)
+        else:
+            self._make_room(1)
+            self._slab(key).add(key, value)
 
     def pop(self, key: int) -> int:
         """Remove one key; its value, 0 if it was absent."""
         key = key or _GOLDEN
-        for slab in (self._new, self._old):
-            if slab is not None and (slot := slab.find(key)) >= 0:
-                value = slab.value_view[slot]
-                slab.remove(key, slot)
-                return value
-        return 0
+        slab = self._slab(key)
+        slot = slab.find(key)
+        if slot < 0:
+            return 0
+        value = slab.value_view[slot]
+        slab.remove(key, slot)
+        return value
 
     def get_many(self, keys: U64s) -> U64s:
         """Values of `keys`, same shape, 0 where absent."""
         keys = _nonzero(keys)
-        slots = self._new.find_many(keys)
-        values: U64s = self._new.values.take(slots, mode="wrap")
-        absent = (slots < 0).nonzero()[0]
-        if len(absent):
-            values[absent] = 0
-            if self._old is not None:
-                slots = self._old.find_many(keys[absent])
-                found = slots >= 0
-                values[absent[found]] = self._old.values[slots[found]]
+        if self._old is None:
+            return self._new.get_many(keys)
+        values = np.empty_like(keys)
+        for slab, part in self._parts(keys):
+            values[part] = slab.get_many(keys[part])
         return values
 
     def put_many(self, keys: U64s, values: U64s) -> None:
         """Store `values`, none of them 0, under `keys`, of the same shape; of equal keys the last one counts."""
         keys = _nonzero(keys)
-        for slab in (self._new, self._old):
-            if slab is None or not len(keys):
-                continue
-            slots = slab.find_many(keys)
+        absent = []
+        for slab, part in self._parts(keys):
+            slots = slab.find_many(keys[part])
             found = slots >= 0
-            slab.values[slots[found]] = values[found]
-            if found.any():
-                keys, values = keys[~found], values[~found]
-        if len(keys):
+            slab.values[slots[found]] = values[part][found]
+            absent.append(np.arange(len(keys))[part][~found])
+        new = np.concatenate(absent)
+        if len(new):
+            keys, values = keys[new], values[new]
             once, last = np.unique(keys[::-1], return_index=True)
             if len(once) < len(keys):
                 keys, values = once, values[::-1][last]
@@ -138,18 +142,16 @@ class U64Table:
     def add_many(self, keys: U64s, values: U64s) -> None:
         """Like `put_many`, for keys that are known to be absent and to differ from each other."""
         self._make_room(len(keys))
-        self._new.add_many(_nonzero(keys), values)
+        keys = _nonzero(keys)
+        for slab, part in self._parts(keys):
+            slab.add_many(keys[part], values[part])
 
     def pop_many(self, keys: U64s) -> None:
         """Remove `keys`; those that are absent do not matter."""
         keys = _nonzero(keys)
-        for slab in (self._new, self._old):
-            if slab is not None:
-                slots = slab.find_many(keys)
-                found = slots >= 0
-                if found.any():
-                    slab.remove_many(keys[found], slots[found])
-                    keys = keys[~found]
+        for slab, part in self._parts(keys):
+            slots = slab.find_many(keys[part])
+            slab.remove_many(np.unique(slots[slots >= 0]))
 
     def settle(self) -> None:
         """Finish growing now."""
@@ -168,30 +170,41 @@ class U64Table:
         taken = np.flatnonzero(slab.keys[part])
         return slab.keys[part][taken], slab.values[part][taken]
 
+    def _slab(self, key: int) -> _Slab:
+        old = self._old
+        return old if old is not None and old.home(key) >= self._moved else self._new
+
+    def _parts(self, keys: U64s) -> list[tuple[_Slab, slice | Slots]]:
+        """Which of `keys` belong where."""
+        if self._old is None:
+            return [(self._new, slice(None))]
+        in_old = self._old.homes(keys) >= self._moved
+        return [(self._old, in_old.nonzero()[0]), (self._new, (~in_old).nonzero()[0])]
+
     def _make_room(self, entries: int) -> None:
         """Before `entries` are added: begin to grow if they are too many, and move on if already growing."""
         if self._old is not None:
-            self._debt += 8 * entries
+            self._debt += _MOVE_PER_ENTRY * entries
             if self._debt >= _MOVE:
                 self._move(self._debt)
         wanted = len(self) + entries
         if wanted > self._new.buckets * _WAY * _LOAD:
             self.settle()
-            self._old, self._moved, self._debt = self._new, 0, 0
-            self._new = _Slab(max(self._old.buckets * 5 // 4, int(wanted / (_WAY * _LOAD)) + 1))
-            if not self._old.used:
-                self._old = None
+            if self._new.used:
+                self._old, self._moved, self._debt = self._new, 0, 0
+            self._new = _Slab(max(self._new.buckets * 5 // 4, int(wanted / (_WAY * _LOAD)) + 1))
+            if entries > self._new.buckets // _MOVE_PER_ENTRY:
+                self.settle()
 
     def _move(self, buckets: int) -> None:
         old = self._old
         assert old is not None
         self._debt = 0
         end = min(self._moved + buckets, old.buckets)
-        part = slice(self._moved * _WAY, end * _WAY)
-        taken = np.flatnonzero(old.keys[part]) + part.start
-        self._new.add_many(old.keys[taken], old.values[taken])
-        old.keys[taken] = 0  # the counts stay: what passed these buckets by is still to be found
-        old.used -= len(taken)
+        slots = old.at_home(self._moved, end)
+        self._new.add_many(old.keys[slots], old.values[slots])
+        old.remove_many(slots)
+        old.release(self._moved, end)
         self._moved = end
         if end == old.buckets:
             self._old = None
@@ -200,14 +213,17 @@ class U64Table:
 class _Slab:
     """One array of buckets of fixed number. Keys are not 0 here: 0 marks a free slot."""
 
-    __slots__ = ("buckets", "key_view", "keys", "passed", "passed_view", "rows", "used", "value_view", "values")
-
     def __init__(self, buckets: int) -> None:
         self.buckets = buckets
         self.used = 0
-        self.keys: U64s = _zeros(buckets * _WAY)
+        self.paged = buckets * _WAY * 8 >= _PAGED
+        """Memory comes from the system page by page, and can be given back so."""
+        self._memory = [_map(buckets * _WAY * 8) for _ in range(2)] if self.paged else []
+        if self._memory:
+            self.keys, self.values = (np.frombuffer(memory, dtype=np.uint64) for memory in self._memory)
+        else:
+            self.keys, self.values = (np.zeros(buckets * _WAY, dtype=np.uint64) for _ in range(2))
         self.rows = self.keys.reshape(buckets, _WAY)
-        self.values: U64s = _zeros(buckets * _WAY)
         self.passed = np.zeros(buckets, dtype=np.uint16)
         """Of each bucket, how many entries lie behind it because it was full."""
         self.key_view, self.value_view, self.passed_view = self.keys.data, self.values.data, self.passed.data
@@ -238,7 +254,7 @@ class _Slab:
         """Store an absent key; there must be room. `bucket`, if given, is where the search for a free slot goes on."""
         keys = self.key_view
         if bucket < 0:
-            bucket = ((key * _GOLDEN & _U64) >> 32) * self.buckets >> 32
+            bucket = self.home(key)
             self.used += 1
         while True:
             for slot in range(bucket * _WAY, bucket * _WAY + _WAY):
@@ -253,10 +269,13 @@ class _Slab:
         """Empty the slot in which `key` lies."""
         self.key_view[slot] = 0
         self.used -= 1
-        bucket = ((key * _GOLDEN & _U64) >> 32) * self.buckets >> 32
+        bucket = self.home(key)
         while bucket != slot // _WAY:
             self.passed_view[bucket] -= 1
             bucket = bucket + 1 if bucket + 1 < self.buckets else 0
+
+    def home(self, key: int) -> int:
+        return ((key * _GOLDEN & _U64) >> 32) * self.buckets >> 32
 
     def homes(self, keys: U64s) -> Slots:
         """Home buckets. The product spreads keys that are small or in sequence over all of them."""
@@ -265,6 +284,15 @@ class _Slab:
         hashed *= np.uint64(self.buckets)
         hashed >>= _HALF
         return hashed.view(np.intp)
+
+    def get_many(self, keys: U64s) -> U64s:
+        """Values of `keys`, same shape, 0 where absent."""
+        slots = self.find_many(keys)
+        values: U64s = self.values.take(slots, mode="wrap")
+        absent = (slots < 0).nonzero()[0]
+        if len(absent):
+            values[absent] = 0
+        return values
 
     def find_many(self, keys: U64s) -> Slots:
         """Slots of `keys`, same shape, -1 where absent."""
@@ -319,30 +347,44 @@ class _Slab:
             bucket[full] += 1
             keys, values, bucket = keys[lost], values[lost], bucket[lost] % self.buckets
 
-    def remove_many(self, keys: U64s, slots: Slots) -> None:
-        """Empty the slots in which `keys` lie; equal keys may be repeated."""
-        away = np.flatnonzero(self.homes(keys) != slots // _WAY)
-        self.used -= int(np.count_nonzero(self.keys[np.unique(slots)]))
+    def remove_many(self, slots: Slots) -> None:
+        """Empty these slots, all of them taken and each named once."""
+        bucket, end = self.homes(self.keys[slots]), slots // _WAY
         self.keys[slots] = 0
-        for key, slot in set(zip(keys[away].tolist(), slots[away].tolist(), strict=True)):
-            bucket = ((key * _GOLDEN & _U64) >> 32) * self.buckets >> 32
-            while bucket != slot // _WAY:
-                self.passed_view[bucket] -= 1
-                bucket = bucket + 1 if bucket + 1 < self.buckets else 0
+        self.used -= len(slots)
+        while len(behind := (bucket != end).nonzero()[0]):
+            bucket, end = bucket[behind], end[behind]
+            np.subtract.at(self.passed, bucket, 1)
+            bucket = (bucket + 1) % self.buckets
+
+    def at_home(self, start: int, end: int) -> Slots:
+        """The slots of all entries whose home is one of these buckets; some lie behind them."""
+        last = end
+        while self.passed_view[(last - 1) % self.buckets] and last < start + self.buckets:
+            last += 1
+        slots = np.arange(start * _WAY, last * _WAY) % len(self.keys)
+        slots = slots[self.keys.take(slots) != 0]
+        home = self.homes(self.keys[slots])
+        there: Slots = slots[(home >= start) & (home < end)]
+        return there
+
+    def release(self, start: int, end: int) -> None:
+        """Give back the memory of these buckets, emptied like all before, unless an entry wrapped round to them."""
+        first, last = (bucket * _WAY * 8 // _PAGE * _PAGE for bucket in (start, end))
+        if last > first and not self.keys[first // 8 : last // 8].any():
+            for memory in self._memory:
+                memory.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
-def _zeros(count: int) -> U64s:
+def _map(size: int) -> mmap.mmap:
     """Zeros, in small pages that are cleared when first touched.
 
     numpy asks for huge pages, and then a new table's first writes, which are all over it, clear 2 MB each: 60 ms for a
-    batch of 64 where small pages take 1.
+    batch of 64.
     """
-    if count * 8 < 1 << 22:
-        return np.zeros(count, dtype=np.uint64)
-    memory = mmap.mmap(-1, count * 8)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint64)
+    memory = mmap.mmap(-1, size)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return memory
 
 
 def _nonzero(keys: U64s) -> U64s:

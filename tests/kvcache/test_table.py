@@ -94,8 +94,8 @@ TestTableIsADict.settings = settings(max_examples=25, stateful_step_count=25, de
 def test_an_entry_costs_at_most_32_bytes_once_a_table_has_settled() -> None:
     table = U64Table()
     some = random_keys(200_000)
-    for at in range(0, len(some), 1000):
-        table.put_many(some[at : at + 1000], some[at : at + 1000])
+    for at in range(0, len(some), 100):
+        table.put_many(some[at : at + 100], some[at : at + 100])
         if len(table) > 10_000 and not table.growing:
             assert table.nbytes / len(table) <= 32
     table.settle()
@@ -149,6 +149,44 @@ def test_of_equal_keys_the_last_counts() -> None:
     table.put_many(u64([5, 5]), u64([7, 8]))
     assert (table.get(5), len(table)) == (8, 2)
     table.pop_many(u64([5, 5, 0, 9]))
+    assert len(table) == 0
+
+
+def test_entries_that_wrap_round_from_the_last_bucket_survive_growth() -> None:
+    table = U64Table()
+    table.put_many(random_keys(10_000, seed=5), random_keys(10_000, seed=6))
+    table.pop_many(random_keys(100, seed=5))
+    table.settle()
+    some = random_keys(2_000_000, seed=7)
+    last = some[table._new.homes(some) == table.buckets - 1][:40]
+    assert len(last) == 40
+    table.put_many(last, last)
+    assert not table.growing
+    assert table._new.keys[:20].all()  # they have gone round
+    rest = random_keys(20_000, seed=8)
+    grew = False
+    for at in range(0, len(rest), 20):
+        table.put_many(rest[at : at + 20], rest[at : at + 20])
+        grew |= table.growing
+        assert table.get_many(last).tolist() == last.tolist()
+    assert grew
+    table.pop_many(last)
+    assert not table.get_many(last).any()
+    assert len(table) == 29_900
+
+
+def test_a_large_table_gives_its_memory_back_as_it_grows() -> None:
+    """Its pages are the system's; what was moved reads as zeros and nothing of the rest is lost."""
+    table, some = U64Table(), random_keys(200_000)
+    most = 0.0
+    for at in range(0, len(some), 500):
+        table.put_many(some[at : at + 500], some[at : at + 500])
+        if at > 100_000:
+            most = max(most, table.nbytes / len(table))
+    assert table._new.paged
+    assert table.get_many(some).tolist() == some.tolist()
+    assert most < 33
+    table.pop_many(some)
     assert len(table) == 0
 
 
