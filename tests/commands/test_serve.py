@@ -147,6 +147,43 @@ async def test_a_changed_configuration_is_taken_and_a_wrong_one_refused_while_se
         await until(profile, lambda name: name == "fourth")
 
 
+SCORER = """
+from epp.plugin import NoParameters, Scorer
+
+class Mine(Scorer[NoParameters]):
+    type = "mine"
+
+    def score(self, request, candidates):
+        return [float(endpoint.port == {port}) for endpoint in candidates]
+"""
+BY_SCORER = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins:
+- type: mine:Mine
+schedulingProfiles:
+- name: default
+  plugins:
+  - pluginRef: mine:Mine
+"""
+
+
+async def test_a_scorer_in_a_file_of_ones_own_steers_and_a_hangup_signal_takes_its_new_text(tmp_path: Path) -> None:
+    """The configuration is watched; the files of plugins it names are read again on SIGHUP alone."""
+    config, scorer = tmp_path / "config.yaml", tmp_path / "mine.py"
+    config.write_text(BY_SCORER)
+    scorer.write_text(SCORER.format(port=0))
+    async with serving("--config-file", str(config)) as (picker, listen, workers):
+        for worker in (*workers, workers[0]):
+            scorer.write_text(SCORER.format(port=worker.address.rpartition(":")[2]))
+            picker.process.send_signal(signal.SIGHUP)
+
+            async def picks() -> set[str]:
+                return {await pick(listen) for _ in range(5)}
+
+            await until(picks, lambda seen, expected=worker.address: seen == {expected})  # type: ignore[misc]
+
+
 async def test_decisions_are_logged_shown_and_explained(tmp_path: Path) -> None:
     log = tmp_path / "decisions.jsonl"
     async with serving("--decision-log", str(log)) as (picker, listen, _):
