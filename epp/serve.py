@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ from epp.gateway.ext_proc import METHOD
 from epp.gateway.ext_proc_events import Limits
 from epp.gateway.health import WATCHES
 from epp.gateway.health import Health as ServingHealth
-from epp.gateway.listen import AddressError
+from epp.gateway.listen import open_sockets
 from epp.gateway.session import Service
 from epp.gateway.tls import Tls
 from epp.guard import Limits as PluginLimits
@@ -63,7 +62,8 @@ class Settings:
     listen: tuple[str, ...] = ("127.0.0.1:9002",)
     health_listen: str = "127.0.0.1:9003"
     """Where only grpc.health.v1 is served, in plain text; empty = nowhere."""
-    admin_listen: tuple[str, int] | None = ("127.0.0.1", 9090)
+    admin_listen: str = "127.0.0.1:9090"
+    """Where the admin port is; empty = nowhere."""
     config_file: Path | None = None
     config_text: str = ""
     edge: EdgeName = "lean"
@@ -186,23 +186,19 @@ class Picker:
             only_health = Service(health, watches=WATCHES)
             self.edges.append(await serve_edge(settings.edge, (settings.health_listen,), only_health))
             stack.push_async_callback(self.edges[1].drain, 0.0)
-        if settings.admin_listen is not None:
-            await self._admin(stack, *settings.admin_listen)
+        if settings.admin_listen:
+            await self._admin(stack, settings.admin_listen)
         self._register_counters()
 
-    async def _admin(self, stack: AsyncExitStack, host: str, port: int) -> None:
+    async def _admin(self, stack: AsyncExitStack, listen: str) -> None:
         sources = admin.Sources(
             metrics=self.metrics.render, not_ready=self.not_ready, decisions=self.decisions.recent, pool=self.pool
         )
         runner = web.AppRunner(admin.application(sources), access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError as error:
-            where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            why = os.strerror(error.errno) if error.errno else str(error)  # asyncio's own text shows a tuple
-            raise AddressError(f"cannot listen on {where}: {why}") from error
+        for _, sock in open_sockets((listen,)):
+            await web.SockSite(runner, sock).start()
 
     async def _watch(self, stack: AsyncExitStack) -> None:
         stack.push_async_callback(self.scraper.stop)

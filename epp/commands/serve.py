@@ -215,8 +215,8 @@ def command(
         settings = Settings(
             sources=lambda: sources,
             listen=listen,
-            health_listen="" if health_port == "0" else "{}:{}".format(*_host_port("--health-port", health_port)),
-            admin_listen=None if admin == "0" else _host_port("--admin", admin),
+            health_listen=_host_port("--health-port", health_port),
+            admin_listen=_host_port("--admin", admin),
             envoy_endpoints=envoy_endpoints,
             config_file=config_file,
             config_text=config_text,
@@ -294,11 +294,14 @@ def _rewrites(pairs: Sequence[str]) -> dict[str, str]:
     return rewrites
 
 
-def _host_port(option: str, text: str) -> tuple[str, int]:
+def _host_port(option: str, text: str) -> str:
+    """`host:port` from [host:]port, on loopback by default; empty when the port is off."""
     host, _, port = text.rpartition(":")
+    if text == "0":
+        return ""
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
         raise click.UsageError(f"{option} {text!r}: write PORT or HOST:PORT")
-    return host.strip("[]") or "127.0.0.1", int(port)
+    return f"{host or '127.0.0.1'}:{port}"
 
 
 def _need_grpcio() -> None:

@@ -26,7 +26,7 @@ async def exposed(folder: Path) -> dict[str, str]:
         sources=lambda: [FileDiscovery(folder / "hosts.yaml")],
         listen=("127.0.0.1:0",),
         health_listen="",
-        admin_listen=None,
+        admin_listen="",
         config_file=folder / "config.yaml",
         decision_log=LogFile(folder / "decisions.jsonl"),
         envoy_endpoints=folder / "endpoints.yaml",
