@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,23 @@ async def test_a_saturated_pool_is_429_with_the_reason_and_serves_again_once_the
         assert {a.status for a in await asyncio.gather(*held)} == {200}
         await stack.idle()
         assert (await stack.ask(BODY)).status == 200
+
+
+@both_profiles
+async def test_a_body_over_the_pickers_own_limit_is_413_however_it_comes(profile: Profile) -> None:
+    async def upload(body: bytes) -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 400):
+            yield body[start : start + 400]
+            await asyncio.sleep(0.005)
+
+    fits = b'{"model":"m","prompt":"' + b"x" * 975 + b'"}'
+    async with running_stack(profile, args=("--max-request-bytes", "1000")) as stack:
+        assert len(fits) == 1000
+        for body, status in ((fits, 200), (fits + b" ", 413), (fits * 3, 413)):
+            for answer in (await stack.ask(body), await stack.ask(upload(body))):
+                assert answer.status == status
+                assert status == 200 or json.loads(answer.body)["error"]["code"] == "request_too_large"
+        await stack.idle()
 
 
 def without_health_checks(tree: Any, known: list[str]) -> None:

@@ -11,7 +11,7 @@ from epp.envoy_options import FailureMode, Profile
 from epp.gateway.tls import self_signed_pair
 from tests.e2e.backend import echo, running_worker
 from tests.e2e.envoy import until
-from tests.e2e.serving import running_stack
+from tests.e2e.serving import DESTINATION, running_stack
 
 BODY = b'{"model":"m","prompt":"x"}'
 STREAM = b'{"model":"m","prompt":"x","stream":true}'
@@ -68,10 +68,21 @@ async def test_the_pickers_certificate_from_files_is_verified_where_a_ca_is_give
 
 
 async def test_an_unlisted_pool_is_steered_by_the_picker_alone() -> None:
+    """A pooled connection must not outlive the pick that it was opened for (agentgateway #437)."""
     async with running_stack(Profile.GATEWAY, listed=False) as stack:
-        answers = await asyncio.gather(*(stack.ask(BODY) for _ in range(60)))
-        assert {a.status for a in answers} == {200}
-        assert {a.account["worker"] for a in answers} == {w.address for w in stack.workers}
+
+        async def client() -> set[str]:
+            workers = set()
+            for _ in range(125):
+                answer = await stack.ask(BODY)
+                assert answer.status == 200
+                assert answer.account["headers"][DESTINATION] == answer.account["worker"] == answer.headers["x-worker"]
+                workers.add(answer.account["worker"])
+            return workers
+
+        seen = await asyncio.gather(*(client() for _ in range(8)))
+        assert set().union(*seen) == {w.address for w in stack.workers}
+        assert sum(w.connections for w in stack.workers) < 500
 
 
 @pytest.mark.parametrize("profile", Profile)
