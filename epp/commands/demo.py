@@ -20,7 +20,7 @@ from rich.table import Table
 from epp.config import default_text
 from epp.demo.agents import Load, Reply, replay
 from epp.demo.figures import Summary, compare, summarise
-from epp.demo.sessions import Session, load
+from epp.demo.sessions import Session, SessionsError, load
 from epp.demo.stack import Ports, Stack, StackError, Workers, running_stack
 from epp.explain import explain
 from epp.figures import write
@@ -45,10 +45,10 @@ def command(base_port: int, workers: int, duration: float, sessions: Path | None
 
     Twice: with round robin, then with the default policy, each on fresh workers. Needs the extra `envoy`.
     """
-    demo = Demo(Ports.from_base(base_port, workers), load(sessions), duration, keep=keep)
     try:
+        demo = Demo(Ports.from_base(base_port, workers), load(sessions), duration, keep=keep)
         summaries = asyncio.run(demo.run())
-    except StackError as error:
+    except (StackError, SessionsError) as error:
         raise click.ClickException(str(error)) from error
     except (KeyboardInterrupt, asyncio.CancelledError):
         click.echo("stopped; nothing is left running", err=True)
@@ -71,10 +71,10 @@ class Demo:
         self.console = Console()
 
     async def run(self) -> tuple[Summary, Summary]:
-        """Both replays. Ctrl-C and SIGTERM cancel it, and everything started is ended first."""
+        """Both replays. Ctrl-C, SIGTERM and a closed terminal cancel it, and everything started is ended first."""
         task = asyncio.current_task()
         assert task is not None
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             asyncio.get_running_loop().add_signal_handler(number, task.cancel)
         turns = sum(len(s.turns) for s in self.sessions)
         self.console.print(
@@ -107,7 +107,7 @@ class Demo:
             summary = summarise(policy, replies)
             self.console.print(f"{policy}: {summary.requests} requests, {summary.failed} failed")
             for reply in [r for r in replies if r.status != 200 or r.error][:3]:
-                self.console.print(f"  {reply.session} turn {reply.turn}: {reply.status} {reply.error}")
+                self.console.print(f"  {reply.session} turn {reply.turn}: {reply.status} {reply.error}", markup=False)
             if kept is not None:
                 await self._explain(stack)
             return summary
@@ -119,7 +119,7 @@ class Demo:
         found = next((r for r in records if r["estimate"]["cached_tokens"]), records[0] if records else None)
         if found is not None:
             self.console.print("\none decision, explained:")
-            self.console.print(explain(found))
+            self.console.print(explain(found), markup=False)
 
     async def _stay(self) -> None:
         body = f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"hello"}}],"max_tokens":16}}'

@@ -14,13 +14,16 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 BLOCK_TOKENS = 64
 SAMPLE = "agent_sessions.jsonl.gz"
@@ -99,12 +102,43 @@ def vocabulary() -> Sequence[str]:
     return _vocabulary
 
 
+class SessionsError(ValueError):
+    """A file of sessions that cannot be used; the text names the file, the line and what is wrong there."""
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1_000_000)]
+
+
+class _Request(msgspec.Struct):
+    t: Annotated[float, msgspec.Meta(ge=0)]
+    out: _Count
+    keep: _Count
+    new: list[tuple[int, _Count]]
+
+
+class _Line(msgspec.Struct):
+    id: str
+    requests: Annotated[list[_Request], msgspec.Meta(min_length=1)]
+
+
 def load(path: Path | None = None) -> list[Session]:
-    """The shipped sample, or a file of the same form (plain or .gz)."""
-    data = path.read_bytes() if path else files("epp.demo").joinpath(f"data/{SAMPLE}").read_bytes()
-    if data[:2] == b"\x1f\x8b":
-        data = gzip.decompress(data)
-    return [Session(d["id"], d["requests"]) for d in map(json.loads, data.splitlines())]
+    """The shipped sample, or a file of the same form (plain or .gz). Raises SessionsError."""
+    try:
+        data = path.read_bytes() if path else files("epp.demo").joinpath(f"data/{SAMPLE}").read_bytes()
+        if data[:2] == b"\x1f\x8b":
+            data = gzip.decompress(data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise SessionsError(f"{path}: cannot be read: {error}") from None
+    sessions = []
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            read = msgspec.json.decode(line, type=_Line)
+        except msgspec.DecodeError as error:
+            raise SessionsError(f"{path}:{number}: not a session: {error}") from None
+        sessions.append(Session(read.id, [msgspec.to_builtins(request) for request in read.requests]))
+    if not sessions:
+        raise SessionsError(f"{path}: holds no session")
+    return sessions
 
 
 def derive(source: Path, count: int = 16) -> list[dict[str, Any]]:

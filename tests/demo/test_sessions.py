@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
+from click.testing import CliRunner
 from tokenizers import Tokenizer
 
-from epp.demo.sessions import BLOCK_TOKENS, Session, Words, load, vocabulary
+from epp.cli import main
+from epp.demo.sessions import BLOCK_TOKENS, Session, SessionsError, Words, load, vocabulary
 
 TOKENIZER = Tokenizer.from_str(files("epp.sim").joinpath("data/tokenizer.json").read_text(encoding="utf-8"))
 
@@ -59,3 +63,41 @@ def test_a_file_of_the_same_form_can_be_given(tmp_path: Path) -> None:
     path.write_text(json.dumps({"id": "x", "requests": [{"t": 0, "out": 1, "keep": 0, "new": [[1, 2]]}]}) + "\n")
     (own,) = load(path)
     assert own.turns[0].prompt_tokens == 2 * BLOCK_TOKENS
+
+
+GOOD = b'{"id":"a","requests":[{"t":0,"out":1,"keep":0,"new":[[0,2]]}]}'
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "holds no session"),
+        (b"nonsense", ":1: not a session: JSON is malformed"),
+        (b"\x1f\x8b\x08garbage", "cannot be read: "),
+        (gzip.compress(GOOD)[:-9], "cannot be read: "),
+        (GOOD + b'\n{"id":"b"}', ":2: not a session: Object missing required field `requests`"),
+        (b'{"id":"b","requests":[]}', "Expected `array` of length >= 1"),
+        (GOOD.replace(b"[0,2]", b"[0,-2]"), "Expected `int` >= 0 - at `$.requests[0].new[0][1]`"),
+        (GOOD.replace(b"[0,2]", b"[0,9999999999]"), "Expected `int` <= 1000000"),
+        (GOOD.replace(b'"t":0', b'"t":"soon"'), "Expected `float`, got `str` - at `$.requests[0].t`"),
+    ],
+    ids=repr,
+)
+def test_a_file_that_holds_no_sessions_is_an_error_that_names_the_line(
+    content: bytes, problem: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "sessions.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(SessionsError) as caught:
+        load(path)
+    assert str(caught.value).startswith(str(path))
+    assert problem in str(caught.value)
+    done = CliRunner().invoke(main, ["demo", "--sessions", str(path)])
+    assert (done.exit_code, done.output) == (1, f"Error: {caught.value}\n")
+
+
+def test_a_file_of_the_same_form_is_read_plain_or_packed(tmp_path: Path) -> None:
+    path = tmp_path / "sessions"
+    for content in (GOOD, gzip.compress(GOOD + b"\n")):
+        path.write_bytes(content)
+        assert [len(s.turns) for s in load(path)] == [1]
