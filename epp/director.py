@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
 from uuid import uuid4
+
+import msgspec
 
 from epp.api.errors import BadRequest
 from epp.api.requests import LOAD_ONLY, parse_request
@@ -232,7 +234,7 @@ class Director:
             return self._unschedulable(request, left)
         self.metrics.attempts["success"] += 1
         if reason:
-            decision = replace(decision, reasons=(reason, *decision.reasons))
+            decision = msgspec.structs.replace(decision, reasons=(reason, *decision.reasons))
         # What may raise comes before the load is counted: from then on only the flight's landing takes it back.
         body, undoing = self._rewrite(request, body, response_shown)
         key = str(next(self._keys)) if self.options.observe_responses else ""

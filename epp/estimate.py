@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
+import msgspec
 import numpy as np
 
 from epp.endpoint import Pool
@@ -50,8 +51,7 @@ class EstimatorParameters:
     """Time in which an endpoint that joined comes up to its full rate; 0 = at once. No effect while all are new."""
 
 
-@dataclass(frozen=True, slots=True)
-class Expectation:
+class Expectation(msgspec.Struct, frozen=True):
     """What was expected of one endpoint when it was picked."""
 
     work_tokens: float

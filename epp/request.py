@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -53,8 +54,7 @@ class Headers:
         return iter(self._fields)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestHead:
+class RequestHead(msgspec.Struct, frozen=True):
     """The head of a request as Envoy tells it."""
 
     method: str

@@ -1,15 +1,18 @@
 """What the ext_proc stream machine tells its driver (events) and what it is told (limits, steering).
 
-Frozen records without behaviour; `epp.gateway.ext_proc` explains the protocol.
+Frozen records without behaviour; `epp.gateway.ext_proc` explains the protocol. Those made for every message are msgspec
+Structs, which take a fifth of the time of frozen dataclasses to make.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
+
+import msgspec
 
 from epp.gateway.errors import Rejection
 from epp.request import Headers, RequestHead
@@ -54,8 +57,7 @@ _NOT_A_VALUE = re.compile("[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 _UNTOUCHABLE = frozenset({"host", "content-length", "transfer-encoding", "connection"})
 
 
-@dataclass(frozen=True, slots=True)
-class Steering:
+class Steering(msgspec.Struct, frozen=True):
     """The answer to a `RequestReady`.
 
     Raises ValueError for header names that are Envoy's own (pseudo-headers, host, `x-envoy-*`, those that frame the
@@ -65,12 +67,12 @@ class Steering:
 
     addresses: tuple[str, ...]
     """Destination `ip:port`, then ordered fallbacks; empty leaves the choice to Envoy's cluster."""
-    set_headers: Mapping[str, str] = field(default_factory=dict)
+    set_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Request headers toward the worker, overwriting what the client sent."""
     remove_headers: tuple[str, ...] = ()
     body: bytes | None = None
     """The body toward the worker; None: as it came. Only for a request whose body was seen."""
-    response_headers: Mapping[str, str] = field(default_factory=dict)
+    response_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Response headers toward the client. Where the response may not be shown they are also told to Envoy as metadata
     (`envoy.lb`), from which its configuration can set them."""
     flight: str = ""
@@ -98,8 +100,7 @@ def settable(name: str, value: str = "") -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class RequestReady:
+class RequestReady(msgspec.Struct, frozen=True):
     """The request is there as far as it will be seen: answer with `steer` or `reject`, now or later."""
 
     head: RequestHead
@@ -115,15 +116,13 @@ class RequestReady:
     """On an observing stream: the `Steering.flight` of the request it shows; "" when the gateway does not tell."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestRejected:
+class RequestRejected(msgspec.Struct, frozen=True):
     """The machine refused the request by itself; the answer is in the outbox."""
 
     rejection: Rejection
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseHead:
+class ResponseHead(msgspec.Struct, frozen=True):
     """The worker's (or Envoy's own) response begins."""
 
     status: int
@@ -132,16 +131,14 @@ class ResponseHead:
     """`ip:port` that served, as the gateway tells it; empty when it does not."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseData:
+class ResponseData(msgspec.Struct, frozen=True):
     """A piece of the response body as the worker sent it; the outbox already holds what lets it pass."""
 
     data: bytes
     end: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseDone:
+class ResponseDone(msgspec.Struct, frozen=True):
     """The exchange is over. Comes once if a `RequestReady` or a part of a response came before, else never."""
 
     complete: bool
@@ -149,8 +146,7 @@ class ResponseDone:
     not send response bodies, and also how it says that the client or the worker went away."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProtocolFault:
+class ProtocolFault(msgspec.Struct, frozen=True):
     """The peer broke the protocol: end the RPC with an error. Nothing more is taken from it or sent."""
 
     reason: str
