@@ -424,6 +424,8 @@ class Director:
                 stats.errors[str(flight.status)] += 1
         if outcome.aborted:
             stats.errors["aborted"] += 1
+        if flight.reader is not None and flight.reader.faults:
+            self._note_misread(flight)
         if outcome.duration_s is not None:
             stats.duration.observe(outcome.duration_s)
             if outcome.completion_tokens:
@@ -441,6 +443,12 @@ class Director:
         if outcome.cached_tokens is not None:
             stats.cached_tokens.observe(outcome.cached_tokens)
             stats.cached_error.observe(abs(outcome.cached_tokens - flight.decision.estimate.cached_tokens))
+
+    def _note_misread(self, flight: Flight) -> None:
+        """Usage in a response, or an event of it, could not be read: passed on as it came, its tokens not counted."""
+        if not self.metrics.reasons["usage-unreadable"]:
+            log.warning("usage in a response of %s cannot be read (said once)", flight.endpoint.address)
+        self.metrics.reasons["usage-unreadable"] += 1
 
     def endpoints_left(self, endpoints: Sequence[Endpoint], now: float) -> None:
         """Endpoints are no longer in the pool: plugins forget them."""

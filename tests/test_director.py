@@ -188,6 +188,27 @@ def test_an_answer_without_tokens_is_counted_and_divides_nothing() -> None:
     assert (total(stats.output_tokens), total(stats.per_token)) == ((1, 0.0), (0, 0.0))
 
 
+@pytest.mark.parametrize(
+    ("body", "answer", "head"),
+    [
+        (ASK, b'{"usage":"oops"}', JSON),
+        (ASK, b'{"usage":{"prompt_tokens":"1024"}}', JSON),
+        (ASK_STREAM, b'data: {"choices":[],"usage":[1]}\n\n', OK),
+    ],
+)
+def test_usage_that_cannot_be_read_is_told_once_and_counted_each_time(
+    body: bytes, answer: bytes, head: Fields, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wrong type crashed a picker elsewhere (llm-d-router #981); passing it over in silence would hide the worker."""
+    rig = Rig()
+    for _ in range(3):
+        stream = exchange(rig, body, [answer], head=head)
+        assert stream.body["response"] == answer
+    exchange(rig)
+    assert rig.metrics.reasons["usage-unreadable"] == 3
+    assert len([record for record in caplog.records if "usage" in record.message]) == 1
+
+
 def test_an_answer_cut_off_is_an_abort() -> None:
     rig = Rig()
     stream = rig.open()
