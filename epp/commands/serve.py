@@ -119,8 +119,8 @@ POSITIVE_SECONDS = seconds(0.01)
     "--model-rewrite",
     multiple=True,
     metavar="FROM=TO",
-    help="Ask workers for TO when a client asks for FROM. Replies say FROM where they pass the picker (gateway profile), "
-    "else TO. Repeatable.",
+    help="Ask workers for TO when a client asks for FROM. Replies say FROM where they pass the picker (gateway profile)"
+    ", else TO. Repeatable.",
 )
 @click.option(
     "--observe-responses/--no-observe-responses",
