@@ -7,6 +7,7 @@ renders, writes and rotates. When the thread cannot keep up or the disk refuses,
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -91,31 +92,44 @@ class DecisionLog:
                 return
             self._thread.join(timeout_s)
 
-    def _drop(self, why: str) -> None:
-        self.dropped += 1
-        if self.dropped == 1:
+    def _drop(self, why: str, lines: int = 1) -> None:
+        if not self.dropped and lines:
             log.warning("decisions are dropped from the log (said once): %s", why)
+        self.dropped += lines
 
     def _write(self, file: LogFile, stream: BinaryIO) -> None:
         encoder = msgspec.json.Encoder()
         size = stream.tell()
+        waiting = 0  # lines in the stream's buffer: written or dropped only when that is flushed
         while (entry := self._queue.get()) is not None:
             try:
                 line = encoder.encode(render(*entry)) + b"\n"
+            except Exception as error:  # a name that is no UTF-8, say: the next one may be fine
+                self._drop(f"one cannot be rendered: {error}")
+                continue
+            try:
                 if size and size + len(line) > file.max_bytes:
                     stream.close()
+                    self.written, waiting = self.written + waiting, 0
                     stream = rotate(file)
                     size = 0
+                waiting += 1
                 stream.write(line)
                 size += len(line)
-                self.written += 1
                 if self._queue.empty():
                     stream.flush()
+                    self.written, waiting = self.written + waiting, 0
             except (OSError, ValueError) as error:  # ValueError: the stream is closed since a rotation failed
-                self._drop(str(error))
-                if stream.closed:
-                    stream, size = _reopen(file, stream)
-        stream.close()
+                self._drop(str(error), max(waiting, 1))
+                waiting = 0
+                with contextlib.suppress(OSError):
+                    stream.close()  # and with it the lines that could not be flushed
+                stream, size = _reopen(file, stream)
+        try:
+            stream.close()
+            self.written += waiting
+        except OSError as error:
+            self._drop(str(error), waiting)
 
 
 def render(decision: Decision, outcome: Outcome | None) -> dict[str, Any]:

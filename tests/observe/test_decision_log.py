@@ -116,3 +116,21 @@ def test_a_failing_rotation_drops_lines_and_goes_on_when_it_can(
     log.close()
     assert log.dropped == 1
     assert log.written == 9
+
+
+def test_a_full_disk_drops_every_line_once_and_ends_quietly(recwarn: pytest.WarningsRecorder) -> None:
+    log = DecisionLog(LogFile(Path("/dev/full")))
+    for i in range(100):
+        log.finished(decision(f"r{i}"))
+    log.close()
+    assert (log.written, log.dropped) == (0, 100)
+    assert not recwarn.list  # pytest warns of a thread that ended by an exception
+
+
+def test_a_decision_that_cannot_be_written_costs_its_own_line_only(tmp_path: Path) -> None:
+    log = DecisionLog(LogFile(tmp_path / "d.jsonl"))
+    for name in ("a", "\ud800", "b"):
+        log.finished(decision(name))
+    log.close()
+    assert [line["request_id"] for line in lines(tmp_path / "d.jsonl")] == ["a", "b"]
+    assert (log.written, log.dropped) == (2, 1)
