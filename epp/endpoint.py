@@ -24,9 +24,9 @@ COLUMNS = (
     "waiting",  # requests in the worker's queue, as last scraped; NaN unknown
     "running",  # requests in the worker's running batch, as last scraped; NaN unknown
     "kv_usage",  # share of KV blocks in use, 0..1, as last scraped; NaN unknown
-    "in_flight",  # requests this picker sent and has not seen end
+    "in_flight",  # requests this picker and its other replicas sent and have not seen end
     "in_flight_tokens",  # uncached prompt tokens of those requests whose first token has not been seen
-    "unseen",  # requests this picker sent since the last scrape began, not ended: what the gauges cannot show yet
+    "unseen",  # those of them sent since the last scrape began: what the gauges cannot show yet
     "scraped_at",  # time of the last good scrape, seconds of the picker's clock; -inf never
     "prefill_rate",  # uncached prompt tokens per second, learned; NaN not yet
     "first_token_overhead",  # seconds to a first token besides prefill, learned; NaN not yet
@@ -62,6 +62,10 @@ class Endpoint:
         "pool",
         "port",
         "rank",
+        "remote_in_flight",
+        "remote_tokens",
+        "remote_unseen",
+        "remote_unseen_before_scrape",
         "row",
         "scrape_epoch",
         "seen_epoch",
@@ -99,6 +103,11 @@ class Endpoint:
         self.in_flight = 0
         self.in_flight_tokens = 0
         self.unseen = 0
+        self.remote_in_flight = 0
+        """What other replicas tell that they have in flight here; see `count_remote`."""
+        self.remote_tokens = 0
+        self.remote_unseen = 0
+        self.remote_unseen_before_scrape = 0
         self.scrape_epoch = 0
         """Scrapes begun so far; a `Load` remembers the value at its pick."""
         self.seen_epoch = 0
@@ -127,9 +136,19 @@ class Endpoint:
         self.unseen += unseen
         if self.pool is not None:
             columns, row = self.pool.columns, self.row
-            columns["in_flight"][row] = self.in_flight
-            columns["in_flight_tokens"][row] = self.in_flight_tokens
-            columns["unseen"][row] = self.unseen
+            columns["in_flight"][row] = self.in_flight + self.remote_in_flight
+            columns["in_flight_tokens"][row] = self.in_flight_tokens + self.remote_tokens
+            columns["unseen"][row] = self.unseen + self.remote_unseen
+
+    def count_remote(self, *, requests: int, tokens: int) -> None:
+        """Other replicas have this many requests and uncached prompt tokens in flight here now, altogether.
+
+        Own counts stay exact beside them; the columns show the sums. Requests that came on top are unseen.
+        """
+        rise = max(requests - self.remote_in_flight, 0)
+        self.remote_in_flight, self.remote_tokens = requests, tokens
+        self.remote_unseen = min(self.remote_unseen + rise, requests)
+        self.count(requests=0, tokens=0)
 
     def acquire(self, tokens: int, now: float) -> Load:
         """Count one request with `tokens` uncached prompt tokens at the moment of the pick; the token takes it back."""
@@ -140,9 +159,12 @@ class Endpoint:
         """A scrape's request goes out now. Scrapes of one endpoint never overlap."""
         self.scrape_epoch += 1
         self.unseen_before_scrape = self.unseen
+        self.remote_unseen_before_scrape = self.remote_unseen
 
     def scrape_succeeded(self, now: float) -> None:
         """The scrape that began last was answered: its gauges include whatever was picked before it began."""
+        self.remote_unseen = max(self.remote_unseen - self.remote_unseen_before_scrape, 0)
+        self.remote_unseen_before_scrape = 0
         self.count(requests=0, tokens=0, unseen=-self.unseen_before_scrape)
         self.unseen_before_scrape = 0
         self.seen_epoch = self.scrape_epoch

@@ -52,3 +52,35 @@ def test_an_endpoint_that_is_out_is_no_candidate_and_its_row_no_column() -> None
     candidates = pool.candidates(0.0)
     assert [e.row for e in candidates] == [0, 2, 3]
     assert candidates.column("running").tolist() == [0.0, 2.0, 3.0]
+
+
+def test_what_other_replicas_tell_is_added_to_the_columns_and_never_to_the_own_counts() -> None:
+    endpoint = Endpoint("10.0.0.1", 8000)
+    pool = Pool([endpoint])
+    load = endpoint.acquire(100, now=0.0)
+    endpoint.count_remote(requests=2, tokens=500)
+    columns = ("in_flight", "in_flight_tokens", "unseen")
+    assert [endpoint.get(name) for name in columns] == [3, 600, 3]
+    assert (endpoint.in_flight, endpoint.in_flight_tokens) == (1, 100)
+    load.release()
+    assert [endpoint.get(name) for name in columns] == [2, 500, 2]
+    pool.update(remove=[endpoint])
+    endpoint.count_remote(requests=0, tokens=0)
+    pool.update(add=[endpoint])
+    assert [endpoint.get(name) for name in columns] == [0, 0, 0]
+
+
+def test_others_requests_are_unseen_until_a_scrape_that_began_after_them() -> None:
+    endpoint = Endpoint("10.0.0.1", 8000)
+    Pool([endpoint])
+    endpoint.count_remote(requests=2, tokens=0)
+    endpoint.scrape_began()
+    endpoint.count_remote(requests=5, tokens=0)
+    endpoint.scrape_succeeded(1.0)
+    assert endpoint.get("unseen") == 3
+    endpoint.count_remote(requests=1, tokens=0)
+    assert endpoint.get("unseen") == 1
+    endpoint.scrape_began()
+    endpoint.count_remote(requests=0, tokens=0)
+    endpoint.scrape_succeeded(2.0)
+    assert endpoint.get("unseen") == 0

@@ -10,13 +10,14 @@ branches, not the length. Per run and endpoint there is one *holding*: how much 
 it was last used. Invariants:
 
 - an endpoint that holds a block of a run holds all of the runs before it (leading matches only);
+- the key of every 64th block from the root leads to the run that has it (`chain`);
 - in an endpoint's list of holdings, oldest first, a run comes before the runs that lead to it; so eviction takes blocks
   from the end of the least recently used prompt, in the very order of a per-block LRU that frees last blocks first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -28,6 +29,9 @@ E = TypeVar("E", bound=Hashable)
 RUN_BYTES = 700
 """A run without its keys: object, array header, its entry in the parent, its two dicts (measured, CPython 3.11)."""
 HOLDING_BYTES = 200
+LANDMARK = 64
+"""Every so many blocks from the root a key is a landmark, by which its chain is found."""
+LANDMARK_BYTES = 100
 
 
 class History(Generic[E]):
@@ -40,6 +44,8 @@ class History(Generic[E]):
         """Block holdings dropped for want of room, of either kind."""
         self._root: _Run[E] = _Run(np.empty(0, dtype=np.uint64), None)
         self._owners: dict[E, _Owner[E]] = {}
+        self._landmarks: dict[int, _Run[E]] = {}
+        """Key of every `LANDMARK`th block -> its run."""
         self._uses = 0
 
     def __len__(self) -> int:
@@ -100,6 +106,23 @@ class History(Generic[E]):
             oldest = owner.oldest()
             self._shrink(oldest, oldest.length)
 
+    def chain(self, depth: int, key: int) -> Keys | None:
+        """The keys from the root to `key`, the `depth`th of its chain, a landmark; None if it is not known."""
+        run = self._landmarks.get(key)
+        if run is None or not run.start < depth <= run.start + run.size or run.keys.item(depth - run.start - 1) != key:
+            return None
+        return run.chain(depth - run.start)
+
+    def chains(self, endpoint: E) -> Iterator[Keys]:
+        """What an endpoint holds, as chains from the root, used longest ago first. Nothing may change meanwhile."""
+        owner = self._owners.get(endpoint)
+        holding = owner.end.newer if owner is not None else None
+        while owner is not None and holding is not None and holding is not owner.end:
+            deeper = [child.holders.get(endpoint) for child in holding.run.children.values()]
+            if all(other is None or other.used != holding.used for other in deeper):  # its own use, not a part of one
+                yield holding.run.chain(holding.length)
+            holding = holding.newer
+
     def _walk(self, keys: Keys) -> list[tuple[_Run[E], int, int]]:
         """The runs along `keys` from the root: (run, its place in `keys`, how much of it equals `keys`)."""
         path = []
@@ -130,8 +153,9 @@ class History(Generic[E]):
         if not len(rest):
             return path
         if last is self._root or last.children:
-            run = last.children[rest.item(0)] = _Run(rest.copy(), last)
+            run = last.children[rest.item(0)] = _Run(rest.copy(), last, at + length)
             self.bytes += RUN_BYTES + run.keys.nbytes
+            self._mark(run, 0)
             path.append((run, at + length, len(rest)))
         else:
             self._extend(last, rest)
@@ -160,15 +184,18 @@ class History(Generic[E]):
             buffer[: run.size] = run.keys[: run.size]
             self._replace(run, buffer)
         run.keys[run.size : size] = rest
-        run.size = size
+        before, run.size = run.size, size
+        self._mark(run, before)
 
     def _split(self, run: _Run[E], at: int) -> None:
         """Cut a run in two: it keeps its first `at` keys, a new child takes the rest with all that hangs on it."""
-        tail = _Run(run.keys[at : run.size].copy(), run)
+        tail = _Run(run.keys[at : run.size].copy(), run, run.start + at)
         tail.children, run.children = run.children, {tail.keys.item(0): tail}
         for child in tail.children.values():
             child.parent = tail
         self.bytes += RUN_BYTES + tail.keys.nbytes
+        self._unmark(run, at)
+        self._mark(tail, 0)
         run.size = at
         self._replace(run, run.keys[:at].copy())
         for endpoint, holding in run.holders.items():
@@ -195,10 +222,26 @@ class History(Generic[E]):
             assert run.parent is not None
             del run.parent.children[run.keys.item(0)]
             self.bytes -= RUN_BYTES + run.keys.nbytes
+            self._unmark(run, 0)
         elif before == run.size and not run.children:
-            run.size = max(other.length for other in run.holders.values())
+            size = max(other.length for other in run.holders.values())
+            self._unmark(run, size)
+            run.size = size
             if run.size < len(run.keys) // 2:
                 self._replace(run, run.keys[: run.size].copy())
+
+    def _mark(self, run: _Run[E], offset: int) -> None:
+        """Landmarks of a run, from its block `offset` on."""
+        for key in run.landmarks(offset):
+            if key not in self._landmarks:
+                self.bytes += LANDMARK_BYTES
+            self._landmarks[key] = run
+
+    def _unmark(self, run: _Run[E], offset: int) -> None:
+        for key in run.landmarks(offset):
+            if self._landmarks.get(key) is run:
+                del self._landmarks[key]
+                self.bytes -= LANDMARK_BYTES
 
     def _replace(self, run: _Run[E], buffer: Keys) -> None:
         self.bytes += buffer.nbytes - run.keys.nbytes
@@ -212,15 +255,31 @@ class History(Generic[E]):
 class _Run(Generic[E]):
     """Consecutive keys without a branch: `keys[:size]` (the rest of the buffer is room to grow)."""
 
-    __slots__ = ("children", "holders", "keys", "parent", "size")
+    __slots__ = ("children", "holders", "keys", "parent", "size", "start")
 
-    def __init__(self, keys: Keys, parent: _Run[E] | None) -> None:
+    def __init__(self, keys: Keys, parent: _Run[E] | None, start: int = 0) -> None:
         self.keys = keys
         self.size = len(keys)
         self.parent = parent
+        self.start = start
+        """Blocks before it."""
         self.children: dict[int, _Run[E]] = {}
         """By first key."""
         self.holders: dict[E, _Holding[E]] = {}
+
+    def landmarks(self, offset: int) -> list[int]:
+        """Those of its keys from `offset` on that are landmarks."""
+        first = offset + (-(self.start + offset + 1)) % LANDMARK
+        keys: list[int] = self.keys[first : self.size : LANDMARK].tolist()
+        return keys
+
+    def chain(self, length: int) -> Keys:
+        """The keys from the root to its first `length`."""
+        parts, run = [self.keys[:length]], self.parent
+        while run is not None:
+            parts.append(run.keys[: run.size])
+            run = run.parent
+        return np.concatenate(parts[::-1])
 
 
 class _Holding(Generic[E]):

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from epp.endpoint import Pool
+from epp.endpoint import Endpoint, Pool
 
 MAX_MODELS = 200
 """Model names are sent by clients; beyond this many, requests are counted under `other`."""
@@ -195,18 +195,10 @@ class Metrics(Collector):
                 family = GaugeMetricFamily(name, text, labels=["name"])
                 family.add_metric([self.pool_name], float(known.mean()))
                 yield family
-        for column, name, text in (
-            ("in_flight", "kvsteer_endpoint_in_flight_requests", "Requests sent and not seen to end"),
-            (
-                "in_flight_tokens",
-                "kvsteer_endpoint_in_flight_tokens",
-                "Uncached prompt tokens sent, first token unseen",
-            ),
-            ("waiting", "inference_pool_per_pod_queue_size", "Requests in the worker's queue, as scraped"),
-        ):
+        for name, text, read in _PER_ENDPOINT:
             family = GaugeMetricFamily(name, text, labels=["name", "model_server_pod"])
             for endpoint in pool.endpoints:
-                family.add_metric([self.pool_name, endpoint.address], endpoint.get(column))
+                family.add_metric([self.pool_name, endpoint.address], read(endpoint))
             yield family
 
 
@@ -223,6 +215,17 @@ def _of_source(source: str, name: str, value: float | Mapping[str, float]) -> Me
     return CounterMetricFamily(full, text, value=value)
 
 
+_PER_ENDPOINT: tuple[tuple[str, str, Callable[[Endpoint], float]], ...] = (
+    ("kvsteer_endpoint_in_flight_requests", "Requests sent and not seen to end", lambda e: e.in_flight),
+    (
+        "kvsteer_endpoint_in_flight_tokens",
+        "Uncached prompt tokens sent, first token unseen",
+        lambda e: e.in_flight_tokens,
+    ),
+    ("kvsteer_endpoint_remote_in_flight_requests", "Requests of other replicas", lambda e: e.remote_in_flight),
+    ("kvsteer_endpoint_remote_in_flight_tokens", "Uncached prompt tokens of these", lambda e: e.remote_tokens),
+    ("inference_pool_per_pod_queue_size", "Requests in the worker's queue, as scraped", lambda e: e.get("waiting")),
+)
 _HISTOGRAMS = (
     ("duration", "inference_objective_request_duration_seconds", "From the request's head to its end"),
     ("ttft", "inference_objective_request_ttft_seconds", "From the pick to the first content of the response"),

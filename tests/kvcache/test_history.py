@@ -1,12 +1,13 @@
 import tracemalloc
 from collections import OrderedDict
+from unittest import mock
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from epp.kvcache.blocks import Keys, block_keys
-from epp.kvcache.history import History
+from epp.kvcache.history import LANDMARK, LANDMARK_BYTES, History
 
 ROOMY = 1 << 30
 
@@ -105,7 +106,7 @@ def test_a_growing_session_stays_one_run() -> None:
     for turn in range(100):
         history.insert("a", long(0, size + 10 * turn), 1 << 30)
     assert history.match(long(0, 5000)) == {"a": 1990}
-    assert history.bytes < 1990 * 8 * 1.2 + 1000
+    assert history.bytes < 1990 * 8 * 1.2 + 1000 + 1990 // LANDMARK * LANDMARK_BYTES
 
 
 def test_an_endpoint_keeps_its_share_whatever_others_do() -> None:
@@ -170,3 +171,45 @@ def test_nothing_to_insert_changes_nothing() -> None:
     history.insert("a", chain(1), 0)
     assert history.match(chain()) == history.match(chain(1)) == {}
     assert history.bytes == 0
+
+
+@settings(max_examples=300)
+@given(steps, st.sampled_from([3, 8, 1000]))
+def test_every_landmark_that_is_held_leads_to_its_chain_and_no_other_does(
+    steps: list[tuple[str, list[int], str]], capacity: int
+) -> None:
+    with mock.patch("epp.kvcache.history.LANDMARK", 2):
+        history, seen = History[str](ROOMY), {}
+        for endpoint, prompt, what in steps:
+            keys = chain(*prompt)
+            seen.update({(depth, keys.item(depth - 1)): keys[:depth] for depth in range(2, len(keys) + 1, 2)})
+            if what == "remove":
+                history.remove(endpoint)
+            else:
+                history.insert(endpoint, keys, capacity)
+            for (depth, key), expected in seen.items():
+                found = history.chain(depth, key)
+                held = max(history.match(expected).values(), default=0) == depth
+                assert (found is not None) == held
+                if found is not None:
+                    assert found.tolist() == expected.tolist()
+        for endpoint in "abc":
+            history.remove(endpoint)
+        assert history.bytes == 0
+
+
+@settings(max_examples=200)
+@given(steps)
+def test_a_history_made_of_anothers_chains_matches_and_forgets_alike(steps: list[tuple[str, list[int], str]]) -> None:
+    history, copy = History[str](ROOMY), History[str](ROOMY)
+    for endpoint, prompt, _ in steps:
+        history.insert(endpoint, chain(*prompt), 8)
+    for endpoint in "abc":
+        for keys in list(history.chains(endpoint)):
+            copy.insert(endpoint, keys, 8)
+    for capacity in (8, 5, 2):  # the same are the first to go
+        for endpoint in {endpoint for endpoint, _, _ in steps}:
+            for each in (history, copy):
+                each.insert(endpoint, chain(9), capacity)
+        for _, prompt, _ in steps:
+            assert copy.match(chain(*prompt)) == history.match(chain(*prompt))
