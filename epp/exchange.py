@@ -102,7 +102,7 @@ class Exchange:
         self._end()
 
     def _end(self) -> None:
-        self._settle()
+        """The stream tells of its end exactly when a decision or a response is still due."""
         for event in self._stream.closed():
             self._handle(event)
 
