@@ -399,7 +399,7 @@ class _Reader:
                 message = f'has no effect: the file configures "{producer.name}", whose own parameters hold'
                 self.warn(reader.line, f"{reader.name}.{camel(name)}", message)
         while missing := self.read_fields() - self.written_fields():
-            field = min(missing)
+            field = next((f for f in DEFAULT_PRODUCERS if f in missing), min(missing))
             if field not in DEFAULT_PRODUCERS:
                 reader = next(p for p in self.plugins.values() if field in p.cls.reads)
                 self.problems.add(reader.line, "plugins", f'"{reader.name}" reads {field}, which no plugin writes')

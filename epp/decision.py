@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from epp.endpoint import Endpoint, Floats
+from epp.kvcache.tier import Tier
 
 
 class FilterTrace(msgspec.Struct, frozen=True):
@@ -48,6 +49,8 @@ class ProfileTrace(msgspec.Struct, frozen=True):
     """Prompt tokens each candidate was believed to hold, shape (n,)."""
     expected_ttft: Floats | None = None
     """Seconds to the first token expected of each, shape (n,); None: nobody estimated."""
+    cached_by_tier: Floats | None = None
+    """`cached_tokens` by tier, shape (tiers, n); None: tiers are not told apart."""
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -112,7 +115,12 @@ def _profile(trace: ProfileTrace) -> dict[str, Any]:
         "chosen": [e.address for e in trace.chosen],
         "cached_tokens": _numbers(trace.cached_tokens),
         "expected_ttft": _numbers(trace.expected_ttft),
+        "cached_by_tier": _tiers(trace.cached_by_tier),
     }
+
+
+def _tiers(values: Floats | None) -> dict[str, list[float | None] | None] | None:
+    return None if values is None else {tier.name.lower(): _numbers(values[tier]) for tier in Tier}
 
 
 def _numbers(values: Floats | None) -> list[float | None] | None:

@@ -29,6 +29,7 @@ from epp.decision import Decision
 from epp.endpoint import Endpoint, Load, Pool
 from epp.gateway.errors import Rejection, bad_request, too_many_requests, unavailable
 from epp.gateway.ext_proc_events import ResponseHead, Steering, settable
+from epp.kvcache.tokens import Tokenized, Tokens
 from epp.observe.metrics import Metrics, ModelStats
 from epp.plugin import Outcome
 from epp.request import BYTES_PER_TOKEN, Api, Headers, InferenceRequest, RequestHead
@@ -48,6 +49,9 @@ NOT_SHOWN = "body-not-shown"
 """The gateway keeps bodies to itself, or this one has no end: a request is steered by load alone."""
 READING_FAILED = "reading-failed"
 DECISION_DEADLINE = "decision-deadline"
+TOKENS_LATE = "tokens-late"
+"""Token ids were not there in time: the approximate history scores."""
+TOKENS_FAILED = "tokens-failed"
 
 _NOT_JSON = (Api.GRPC_GENERATE, Api.GRPC_EMBED)
 _USAGE_ON_REQUEST = (Api.COMPLETIONS, Api.CHAT)
@@ -171,6 +175,8 @@ class Director:
         self.decisions = decisions
         self.options = options or Options()
         self.rates = TokenRates()
+        self.tokens: Tokens | None = None
+        """Where token ids come from; None: no model is registered, and prompts are weighed by their bytes."""
         self._wall = wall
         self._keys = count(1)
         self._observable: dict[str, Flight] = {}
@@ -189,6 +195,28 @@ class Director:
             request.target_model = target or request.model
         self.rates.estimate(request)
         return request
+
+    def tokenised(self, request: InferenceRequest, found: Tokenized | BaseException) -> None:
+        """Token ids of a request were found, or why there are none."""
+        if isinstance(found, BaseException):
+            if not self.metrics.reasons[TOKENS_FAILED]:
+                log.error("a prompt could not be tokenised (said once); its text is scored", exc_info=found)
+            request.reasons.append(TOKENS_FAILED)
+        elif found.prompts:
+            request.tokens, request.token_media = found.prompts, found.media
+            if self.tokens is not None:
+                request.base_model, request.adapter = self.tokens.base_of(request)
+            if not request.tokens_exact:
+                exact = sum(len(prompt.ids) for prompt in found.prompts)
+                request.bytes_per_token *= request.prompt_tokens / max(exact, 1)
+                request.prompt_tokens = exact
+        else:
+            request.reasons.append(f"no-tokens:{found.reason}")
+
+    def renderer(self, request: InferenceRequest, now: float) -> str:
+        """Address of a worker that may be asked to render a prompt: the one with least to do; "" when there is none."""
+        candidates = self.pool.candidates(now, request.subset)
+        return min(candidates, key=lambda e: e.in_flight).address if len(candidates) else ""
 
     def unread(self, head: RequestHead, size: int, reason: str) -> InferenceRequest:
         """A request of which only the head is known: it goes by load, weighing its bytes at the assumed rate."""

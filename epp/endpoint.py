@@ -296,6 +296,10 @@ def _initial(column: str) -> float:
     return -math.inf if column in ("scraped_at", "ready_at", "prefill_until") else math.nan
 
 
+PRODUCED = ("cached_tokens", "cached_by_tier", "restore_s", "expected_ttft", "expected_cost")
+"""The arrays of `Candidates` that producers write."""
+
+
 @dataclass(slots=True)
 class Candidates:
     """The endpoints still in question for one request, as objects and as columns (one entry per endpoint, same order).
@@ -310,6 +314,10 @@ class Candidates:
     rows: slice | NDArray[np.intp]
     now: float
     cached_tokens: Floats = field(default_factory=lambda: np.zeros(0))
+    cached_by_tier: Floats | None = None
+    """`cached_tokens` by tier (`epp.kvcache.tier.Tier`), shape (tiers, n); None: all count as on the device."""
+    restore_s: Floats | None = None
+    """Seconds to bring the part of `cached_tokens` on lower tiers to the device, shape (n,); None: nothing to bring."""
     expected_ttft: Floats | None = None
     """Seconds to the first token expected of each endpoint, shape (n,), from whoever works it out (the `ttft-estimator`
     producer); goes into the decision's estimate. None: nobody estimated."""
@@ -372,6 +380,8 @@ class Candidates:
             rows,
             self.now,
             self.cached_tokens[index],
+            None if self.cached_by_tier is None else self.cached_by_tier[:, index],
+            None if self.restore_s is None else self.restore_s[index],
             None if self.expected_ttft is None else self.expected_ttft[index],
             None if self.expected_cost is None else self.expected_cost[index],
         )

@@ -3,7 +3,7 @@
 In: a request, its cached tokens per endpoint, the pool's columns. Out: `candidates.expected_ttft` and `expected_cost`.
 As requests end, the model of each endpoint learns from its own first-token times:
 
-    ttft(e) = overhead(e) + (tokens ahead(e) + uncached(e)) / prefill rate(e) + load(e) * request_cost
+    ttft(e) = overhead(e) + (tokens ahead(e) + uncached(e)) / prefill rate(e) + load(e) * request_cost + restore(e)
     cost(e) = ttft(e) + (decode_weight * load(e) + eviction_weight * turnover(e)) * uncached(e) / prefill rate(e)
 
 *Tokens ahead* are the uncached prompt tokens this picker sent there, known at once, less what the rate should have done
@@ -104,7 +104,8 @@ class TTFTEstimator(Producer[EstimatorParameters]):
         left_s = np.maximum(candidates.column("prefill_until") - candidates.now, 0.0)
         ahead = np.minimum(candidates.column("in_flight_tokens"), left_s * rate)
         work = ahead + foreign * self._mean_uncached + uncached
-        candidates.expected_ttft = overhead + work / rate + load * p.request_cost
+        ttft = overhead + work / rate + load * p.request_cost
+        candidates.expected_ttft = ttft if candidates.restore_s is None else ttft + candidates.restore_s
         recent = candidates.column("recent_tokens")
         turnover = recent / max(float(recent.max(initial=0.0)), 1.0)
         others = p.decode_weight * load + p.eviction_weight * turnover

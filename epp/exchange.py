@@ -8,12 +8,12 @@ holds a request): when it passes, the request goes where own counts say, with it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from epp.api.errors import BadRequest
-from epp.director import DECISION_DEADLINE, NOT_SHOWN, READING_FAILED, Director, Flight
+from epp.director import DECISION_DEADLINE, NOT_SHOWN, READING_FAILED, TOKENS_LATE, Director, Flight
 from epp.gateway.errors import Rejection
 from epp.gateway.ext_proc import ExtProcStream
 from epp.gateway.ext_proc_events import (
@@ -27,6 +27,7 @@ from epp.gateway.ext_proc_events import (
     ResponseHead,
 )
 from epp.gateway.session import GrpcStatus, Writer
+from epp.kvcache.tokens import Tokenized
 from epp.request import InferenceRequest
 
 log = logging.getLogger(__name__)
@@ -46,6 +47,9 @@ class Runtime(Protocol):
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer: ...
 
+    def spawn(self, work: Coroutine[Any, Any, T], done: Callable[[T | BaseException], None]) -> None:
+        """Run a coroutine on the event loop; `done` is called there."""
+
     def offload(self, work: Callable[[], T], done: Callable[[T | BaseException], None]) -> None:
         """Run `work` in a thread; `done` is called on the event loop."""
 
@@ -57,7 +61,7 @@ class Patience:
     offload_bytes: int = 1 << 20
     """Bodies above this are read in a thread: 1 MiB takes 0.3 ms, and other streams should not wait longer."""
     deadline_s: float = 0.25
-    """Ends the wait for a body's reading, unless its model may have to be rewritten."""
+    """Ends the wait for a body's reading (unless its model may have to be rewritten) and for its token ids."""
 
 
 class Exchange:
@@ -154,10 +158,61 @@ class Exchange:
 
     def _late(self) -> None:
         awaited = self._awaited
-        if awaited is not None:
-            ready = awaited.ready
-            request = self._director.unread(ready.head, ready.size, DECISION_DEADLINE)
-            self._answer_later(lambda: self._decide(request, ready, awaited.started, DECISION_DEADLINE))
+        if awaited is None:
+            return
+        ready, request, reason = awaited.ready, awaited.request, TOKENS_LATE
+        if request is None:
+            request, reason = self._director.unread(ready.head, ready.size, DECISION_DEADLINE), DECISION_DEADLINE
+        late = request
+        self._answer_later(lambda: self._decide(late, ready, awaited.started, reason))
+
+    def _tokenise(self, request: InferenceRequest, ready: RequestReady, started: float) -> None:
+        """Find the prompts' token ids: at once where that is cheap, else in a thread or from a worker; then decide."""
+        tokens, body = self._director.tokens, ready.body
+        if tokens is None or body is None or not request.prompts:
+            self._decide(request, ready, started)
+            return
+        found = tokens.ready(request, body)
+        if found is not None and (found.prompts or not tokens.renders(request)):
+            self._director.tokenised(request, found)
+            self._decide(request, ready, started)
+            return
+        awaited = self._awaited = _Awaited(ready, started, request)
+        left = self._patience.deadline_s - (self._runtime.now() - started)
+        self._timer = self._runtime.call_later(max(left, 0.0), self._late)
+        if found is not None:
+            self._render(awaited, found)
+        else:
+            self._runtime.offload(tokens.work(request, body), lambda result: self._tokenised(awaited, result))
+
+    def _tokenised(self, awaited: _Awaited, result: Tokenized | BaseException) -> None:
+        """Tokenising in a thread has ended; the decision may have been made without it."""
+        request, tokens = awaited.request, self._director.tokens
+        if self._awaited is not awaited or request is None:
+            return
+        if isinstance(result, Tokenized) and not result.prompts and tokens is not None and tokens.renders(request):
+            self._render(awaited, result)
+            return
+        self._director.tokenised(request, result)
+        self._answer_later(lambda: self._decide(request, awaited.ready, awaited.started))
+
+    def _render(self, awaited: _Awaited, without: Tokenized) -> None:
+        """Ask a worker for the ids; `without` is what there is if nobody can be asked."""
+        request, tokens, body = awaited.request, self._director.tokens, awaited.ready.body
+        assert request is not None
+        assert tokens is not None
+        assert body is not None
+        worker = self._director.renderer(request, self._runtime.now())
+
+        def done(result: Tokenized | BaseException) -> None:
+            if self._awaited is awaited:
+                self._director.tokenised(request, result)
+                self._answer_later(lambda: self._decide(request, awaited.ready, awaited.started))
+
+        if worker:
+            self._runtime.spawn(tokens.render(request, body, worker), done)
+        else:
+            done(without)
 
     def _answer_later(self, answer: Callable[[], None]) -> None:
         """Outside `receive`, where the edge cannot see a failure: it ends the RPC all the same."""
@@ -185,7 +240,7 @@ class Exchange:
             director.note_unreadable(result)
             self._decide(director.unread(ready.head, ready.size, READING_FAILED), ready, started, READING_FAILED)
         else:
-            self._decide(result, ready, started)
+            self._tokenise(result, ready, started)
 
     def _decide(self, request: InferenceRequest, ready: RequestReady, started: float, reason: str = "") -> None:
         answer = self._director.decide(
@@ -201,10 +256,11 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class _Awaited:
-    """A request whose body is being read in a thread."""
+    """A request that waits for its body to be read, or, when it was, for its token ids."""
 
     ready: RequestReady
     started: float
+    request: InferenceRequest | None = None
 
 
 def _caught(work: Callable[[], T]) -> T | BaseException:

@@ -88,6 +88,12 @@ def _headline(record: Record) -> Text:
     return text.append(f"  fallbacks {', '.join(endpoints[1:])}", "dim") if endpoints[1:] else text
 
 
+def _cached(tokens: float, by_tier: Mapping[str, Any] | None, row: int) -> str:
+    """Cached tokens, and below them what lies on a lower tier than the device."""
+    lower = [(name, values[row]) for name, values in (by_tier or {}).items() if name != "gpu" and values[row]]
+    return "\n".join([f"{tokens:.0f}", *(f"{name} {count:.0f}" for name, count in lower)])
+
+
 def _profile(profile: Mapping[str, Any], everyone: list[str]) -> RenderableType:
     table = Table(title=escape(f"profile {profile['name']}, picker {profile['picker']}"), title_justify="left")
     table.add_column("endpoint", no_wrap=True)
@@ -113,7 +119,7 @@ def _profile(profile: Mapping[str, Any], everyone: list[str]) -> RenderableType:
             stays = stays and kept
         row = candidates.index(endpoint) if endpoint in candidates else None
         if cached is not None:
-            cells.append("" if row is None else f"{cached[row]:.0f}")
+            cells.append("" if row is None else _cached(cached[row], profile.get("cached_by_tier"), row))
         if expected is not None:
             cells.append("" if row is None else _number(expected[row]))
         for step in scorers:

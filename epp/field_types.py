@@ -67,7 +67,6 @@ _SLO = "latency is estimated by expected-ttft-scorer; there is no trained predic
 _TOKENS = "prefix-cache-scorer with approx-prefix-cache-producer works without tokens and events"
 
 ABSENT: Mapping[str, str] = {
-    "precise-prefix-cache-scorer": _TOKENS,
     "disagg-profile-handler": _PD,
     "pd-profile-handler": _PD,
     "disagg-headers-handler": _PD,

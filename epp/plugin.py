@@ -86,11 +86,16 @@ Duration = Annotated[float, Range(min=0), Unit("duration")]
 """Seconds, written in the file as a duration with units: `2s`, `500ms`, `1m30s`."""
 
 DEFAULT_PRODUCERS: Mapping[str, str] = {
+    "precise_match": "precise-prefix-cache-producer",
     "cached_tokens": "approx-prefix-cache-producer",
     "expected_ttft": "ttft-estimator",
     "expected_cost": "ttft-estimator",
 }
-"""Field of `Candidates` -> type of the producer added when a plugin reads it and no configured one writes it."""
+"""Field of `Candidates` -> type of the producer added when a plugin reads it and no configured one writes it.
+
+The first comes first: whoever wants `precise_match` has its producer write `cached_tokens` too. It is no array, but the
+promise that `cached_tokens` is the index's where that can be had.
+"""
 
 P = TypeVar("P")
 

@@ -5,9 +5,10 @@ In: head and body of an HTTP request. Out: what picking needs to know.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 import msgspec
 import numpy as np
@@ -73,6 +74,37 @@ PromptItem = bytes | NDArray[np.uint32]
 """One prompt: the bytes that identify its text (raw JSON of prompt or messages), or token ids of shape (tokens,)."""
 
 
+class TokenPrompt(Protocol):
+    """One prompt whose token ids are known; its first `shared` ids are those of an earlier turn."""
+
+    @property
+    def ids(self) -> NDArray[np.uint32]: ...
+
+    @property
+    def shared(self) -> int: ...
+
+    @property
+    def earlier(self) -> dict[object, object] | None:
+        """The `notes` of that turn."""
+
+    @property
+    def notes(self) -> dict[object, object]:
+        """Room to keep what was derived from the ids for the next turn."""
+
+
+class PlacedMedia(Protocol):
+    """An image, sound or video within a prompt: where its placeholder lies, in tokens, and what names it."""
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def length(self) -> int: ...
+
+    @property
+    def identifier(self) -> str: ...
+
+
 @dataclass(slots=True)
 class InferenceRequest:
     """What a request asks for. Built by `epp.api`; read, not changed, by producers, filters, scorers and pickers."""
@@ -95,6 +127,16 @@ class InferenceRequest:
     bytes_per_token: float = BYTES_PER_TOKEN
     """What `prompt_tokens` was estimated with, unless it is exact; learned per model by the director."""
     max_tokens: int | None = None
+    base_model: str = ""
+    """The registered base model behind `target_model`; "" where no model is registered."""
+    adapter: str = ""
+    """`target_model` where that is a LoRA adapter of the base model."""
+    tokens: Sequence[TokenPrompt] = ()
+    """Token ids, one entry per prompt, where they are known in time; empty otherwise."""
+    token_media: Sequence[Sequence[PlacedMedia]] = ()
+    """Of each entry of `tokens`; empty: none has any."""
+    reasons: list[str] = field(default_factory=list)
+    """Why something about it is done in a lesser way, by fixed names; they go into the decision."""
     media: bool | Callable[[], bool] = False
     """What `multimodal` answers, or how to find out."""
     priority: int = 0

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from epp.endpoint import Candidates, Endpoint, Floats, Mask
+from epp.endpoint import PRODUCED, Candidates, Endpoint, Floats, Mask
 from epp.guard import Fault
+from epp.kvcache.tier import Tier
 from epp.plugin import Filter, Picker, Producer, ProfileHandler, Scorer
 from epp.request import InferenceRequest
 
@@ -42,13 +43,13 @@ def primary(handler: ProfileHandler[Any], results: Mapping[str, Sequence[Endpoin
     return primary
 
 
-Estimates = tuple[Any, Any, Any]
+Estimates = tuple[Any, ...]
 
 
 def produced(producer: Producer[Any], request: InferenceRequest, candidates: Candidates) -> Estimates:
-    """What the candidates' arrays are after it: `cached_tokens`, `expected_ttft`, `expected_cost`, unchecked."""
+    """What the candidates' arrays (`PRODUCED`) are after it, in order, unchecked."""
     producer.produce(request, candidates)
-    return candidates.cached_tokens, candidates.expected_ttft, candidates.expected_cost
+    return tuple(getattr(candidates, field) for field in PRODUCED)
 
 
 def mask(filter_: Filter[Any], request: InferenceRequest, candidates: Candidates) -> Mask:
@@ -100,21 +101,22 @@ def repair(candidates: Candidates) -> str:
     if not _are_numbers(cached, shape) or not math.isfinite(cached.dot(cached)):
         candidates.cached_tokens = np.zeros(shape)
         wrong = "cached_tokens must be finite numbers, one per candidate"
-    for field in ("expected_ttft", "expected_cost"):
+    for field in PRODUCED[1:]:
         values = getattr(candidates, field)
-        if values is not None and not _are_numbers(values, shape):
+        fits = (len(Tier), *shape) if field == "cached_by_tier" else shape
+        if values is not None and not _are_numbers(values, fits):
             setattr(candidates, field, None)
             wrong = f"{field} must be numbers, one per candidate"
     return wrong
 
 
-def _are_numbers(values: Any, shape: tuple[int]) -> bool:
+def _are_numbers(values: Any, shape: tuple[int, ...]) -> bool:
     return isinstance(values, np.ndarray) and values.shape == shape and values.dtype.kind in "fiu"
 
 
 def freeze(candidates: Candidates) -> None:
     """Filters and scorers of one request share the arrays; none may change them under the others."""
-    for field in ("cached_tokens", "expected_ttft", "expected_cost"):
+    for field in PRODUCED:
         values = getattr(candidates, field)
         if values is not None:
             values = values.view()

@@ -27,7 +27,7 @@ from epp import returned
 from epp.config import ConfigError, PickerConfig, PluginConfig, ProfileConfig
 from epp.decision import Decision, Estimate, FilterTrace, ProfileTrace, ScorerTrace
 from epp.document import Problem, one_line
-from epp.endpoint import Candidates, Endpoint, Floats
+from epp.endpoint import PRODUCED, Candidates, Endpoint, Floats
 from epp.guard import Fault, Faults, Guard, Limits
 from epp.pickers import HowMany, MaxScorePicker
 from epp.plugin import Filter, Handle, Outcome, Picker, Plugin, Producer, ProfileHandler, Scorer
@@ -149,7 +149,7 @@ class Scheduler:
             endpoints,
             tuple(run.traces),
             run.estimates[primary] if primary is not None and endpoints else Estimate(request.prompt_tokens, 0),
-            tuple(dict.fromkeys(run.reasons)),
+            tuple(dict.fromkeys((*request.reasons, *run.reasons))),
             {"produce": produced - started, "profiles": ended - produced, "total": ended - started},
             candidates.endpoints,
         )
@@ -162,7 +162,8 @@ class Scheduler:
         for name, guard, producer in self._producers:
             try:
                 made = guard.call(candidates.now, returned.produced, producer, run.request, candidates)
-                candidates.cached_tokens, candidates.expected_ttft, candidates.expected_cost = made
+                for field, values in zip(PRODUCED, made, strict=True):
+                    setattr(candidates, field, values)
             except Fault as fault:
                 self._note(name, fault, run)
             if wrong := returned.repair(candidates):
@@ -224,6 +225,7 @@ class Scheduler:
             chosen,
             remaining.cached_tokens,
             remaining.expected_ttft,
+            remaining.cached_by_tier,
         )
 
     def _score(self, profile: _Profile, candidates: Candidates, run: _Run) -> tuple[tuple[ScorerTrace, ...], Floats]:

@@ -12,12 +12,12 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
@@ -37,6 +37,8 @@ from epp.gateway.listen import open_sockets
 from epp.gateway.session import Service
 from epp.gateway.tls import Tls
 from epp.guard import Limits as PluginLimits
+from epp.knowledge import Knowledge
+from epp.kvcache.tokens import Tokens
 from epp.observe import admin
 from epp.observe.decision_log import DecisionLog, LogFile
 from epp.observe.metrics import Metrics
@@ -97,6 +99,7 @@ class LoopRuntime:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self.now = time.monotonic
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
@@ -108,6 +111,16 @@ class LoopRuntime:
                 done(future.exception() or future.result())
 
         self._loop.run_in_executor(None, work).add_done_callback(finished)
+
+    def spawn(self, work: Coroutine[Any, Any, T], done: Callable[[T | BaseException], None]) -> None:
+        def finished(task: asyncio.Task[T]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled():
+                done(task.exception() or task.result())
+
+        task = self._loop.create_task(work)
+        self._tasks.add(task)  # the loop itself keeps only weak references
+        task.add_done_callback(finished)
 
 
 class Picker:
@@ -140,6 +153,7 @@ class Picker:
             wall=time.time,
             options=settings.options,
         )
+        self.knowledge = Knowledge(self.pool, self._tokens_replaced)
         self.watcher = (
             ConfigWatcher(settings.config_file, lambda: self.scheduler, self._reconfigured)
             if settings.config_file
@@ -157,6 +171,8 @@ class Picker:
         loop.add_signal_handler(signal.SIGHUP, self._hang_up)
         async with AsyncExitStack() as stack:
             stack.callback(self.decisions.close)
+            stack.push_async_callback(self.knowledge.stop)
+            await self.knowledge.configure(self.scheduler)
             await self._listen(stack)
             await self._watch(stack)
             # What was made so far lives as long as the process: the collector need not look at it again.
@@ -283,6 +299,10 @@ class Picker:
 
     def _reconfigured(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        self.knowledge.reconfigure(scheduler)
+
+    def _tokens_replaced(self, tokens: Tokens | None) -> None:
+        self.director.tokens = tokens
 
 
 def _running(pool: Pool) -> int:

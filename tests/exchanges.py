@@ -9,7 +9,8 @@ peer.end()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any, TypeVar
 
@@ -60,8 +61,11 @@ class Clock:
     def offload(self, work: Callable[[], T], done: Callable[[T | BaseException], None]) -> None:
         self.offloaded.append((work, done))
 
+    def spawn(self, work: Coroutine[Any, Any, T], done: Callable[[T | BaseException], None]) -> None:
+        self.offload(lambda: asyncio.run(work), done)
+
     def run_thread(self) -> None:
-        """Finish all that was offloaded."""
+        """Finish all that was offloaded or spawned."""
         waiting, self.offloaded = self.offloaded, []
         for work, done in waiting:
             try:

@@ -22,6 +22,7 @@ from epp.gateway.ext_proc_events import Limits
 from epp.gateway.listen import AddressError
 from epp.gateway.tls import Tls, TlsError
 from epp.guard import Limits as PluginLimits
+from epp.kvcache.tokens import ModelFolderError
 from epp.number_types import Number, seconds
 from epp.observe.decision_log import LogFile
 from epp.serve import Picker, Settings
@@ -237,7 +238,7 @@ def command(
             seed=seed,
         )
         _run(settings)
-    except (ConfigError, EndpointFileError) as error:
+    except (ConfigError, EndpointFileError, ModelFolderError) as error:
         click.echo(str(error), err=True)
         sys.exit(2)
     except ValueError as error:
