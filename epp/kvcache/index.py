@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from epp.kvcache.blocks import Keys
 from epp.kvcache.matching import ALL_BLOCKS, Counts, Stretches, blocks_needed, group_match, leading_match
 from epp.kvcache.sets import EMPTY, HolderSets, Place
-from epp.kvcache.table import U64Table
+from epp.kvcache.table import MOST_BYTES, U64Table
 from epp.kvcache.tier import Tier
 
 __all__ = ["ALL_BLOCKS", "BlockIndex", "Holder", "Matches", "Speculation", "Tier", "blocks_needed"]
@@ -51,8 +51,6 @@ _SCALAR = 5
 """Fewer keys than this are written one by one: faster than numpy's calls."""
 _SAMPLE = 1024
 """Buckets looked at in one step of eviction or of sweeping: some tenths of a millisecond."""
-_ENTRY_BYTES = 57
-"""Room for an entry at the worst moment, while the table grows by a quarter: 2.25 / 0.66 slots of 16.5 bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -99,9 +97,9 @@ class BlockIndex:
     """Keys -> holders by tier and group, bounded in bytes."""
 
     def __init__(self, max_bytes: int = 1 << 30, *, grace_s: float = 5.0) -> None:
-        """Raises ValueError for a bound below 1 MiB. `grace_s`: how long speculation outlives its request."""
-        if max_bytes < 1 << 20:
-            raise ValueError(f"max_bytes {max_bytes} is below 1 MiB")
+        """Raises ValueError for a bound below 2 MiB. `grace_s`: how long speculation outlives its request."""
+        if max_bytes < 1 << 21:
+            raise ValueError(f"max_bytes {max_bytes} is below 2 MiB")
         self.max_bytes = max_bytes
         self.grace_s = grace_s
         self.evicted = 0
@@ -396,7 +394,7 @@ class BlockIndex:
 
     def _bound(self, entries: int) -> None:
         """Before `entries` more are written: evict until there is room for them. Sets may take a fifth of the bytes."""
-        most_entries = self.max_bytes * 3 // 5 // _ENTRY_BYTES - entries
+        most_entries = self.max_bytes * 3 // 5 // MOST_BYTES - entries
         most_sets = self.max_bytes // 10 // self._sets.bytes_per_set
         while (len(self._table) > most_entries or len(self._sets) > most_sets) and len(self._table):
             keys, values = self._table.scan(_SAMPLE)
@@ -436,9 +434,8 @@ def _numbers(values: Keys) -> NDArray[np.uint32]:
 
 
 def _once(keys: Keys) -> Keys:
-    """The keys without repetition."""
-    distinct = np.unique(keys)
-    return keys if len(distinct) == len(keys) else distinct
+    """The keys without repetition; there is none as a rule."""
+    return keys if len(set(keys.tolist())) == len(keys) else np.unique(keys)
 
 
 def _spread(number: int) -> int:

@@ -36,6 +36,9 @@ _MOVE_PER_ENTRY = 8
 _PAGE = mmap.PAGESIZE
 _PAGED = 1 << 18 if hasattr(mmap, "MADV_NOHUGEPAGE") else 1 << 62
 """Bytes of keys from which on a table asks the system for pages, where that can take single ones back (Linux)."""
+MOST_BYTES = 33 if _PAGED < 1 << 62 else 57
+"""Of an entry of a table of some ten thousand or more, at any time: while growing, old and new count where the system
+cannot take single pages back."""
 _FEW = 24
 """So many keys are handled faster one by one than by another round of numpy's calls."""
 _WHICH_BYTE = np.uint32(1 << 22 | 2 << 14 | 3 << 6)
@@ -203,7 +206,8 @@ class U64Table:
         end = min(self._moved + buckets, old.buckets)
         slots = old.at_home(self._moved, end)
         self._new.add_many(old.keys[slots], old.values[slots])
-        old.remove_many(slots)
+        old.keys[slots] = 0  # counts of passers-by stay too high until `old` goes: searches are longer, not wrong
+        old.used -= len(slots)
         old.release(self._moved, end)
         self._moved = end
         if end == old.buckets:
@@ -256,14 +260,15 @@ class _Slab:
         if bucket < 0:
             bucket = self.home(key)
             self.used += 1
-        while True:
-            for slot in range(bucket * _WAY, bucket * _WAY + _WAY):
-                if not keys[slot]:
-                    keys[slot] = key
-                    self.value_view[slot] = value
-                    return
+        slot = bucket * _WAY
+        while keys[slot] and keys[slot + 1] and keys[slot + 2] and keys[slot + 3]:
             self.passed_view[bucket] += 1
             bucket = bucket + 1 if bucket + 1 < self.buckets else 0
+            slot = bucket * _WAY
+        while keys[slot]:
+            slot += 1
+        keys[slot] = key
+        self.value_view[slot] = value
 
     def remove(self, key: int, slot: int) -> None:
         """Empty the slot in which `key` lies."""
