@@ -22,7 +22,7 @@ class FollowedWorker(RuleBasedStateMachine):
     @initialize(ring=st.integers(1, 8), replay=st.booleans(), layout=st.sampled_from(["map", "array"]))
     def start(self, ring: int, replay: bool, layout: str) -> None:
         self.now = 0.0
-        self.worker = Worker(ring=ring, layout=layout)
+        self.worker = Worker(num_blocks=9, ring=ring, layout=layout)
         self.picker = Picker(replay=replay)
         self.late: list[Frames] = []
         self.unseen = 0
@@ -31,6 +31,13 @@ class FollowedWorker(RuleBasedStateMachine):
 
     def reach(self, asks: list[Ask]) -> None:
         self.picker.answer(self.worker, asks, self.now)
+
+    @rule(prompts=st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=4))
+    def serve(self, prompts: list[list[int]]) -> None:
+        for prompt in prompts:
+            self.worker.begin(prompt)
+            self.deliver()
+            self.worker.finish(0)
 
     @rule(prompt=st.sampled_from(PROMPTS), report=st.booleans())
     def begin(self, prompt: list[int], report: bool) -> None:
@@ -340,6 +347,21 @@ def test_a_restart_found_at_reconnection_forgets_the_old_process() -> None:
     assert picker.match(prompt_keys(SHARED)) == 0
     assert level(picker) == "complete"
     assert picker.follower.counters["restarts"] == 1
+
+
+@pytest.mark.parametrize("replay", [False, True])
+def test_numbers_that_go_on_after_a_break_prove_nothing_where_nobody_answers(replay: bool) -> None:
+    worker, picker = Worker(), Picker(replay=replay)
+    picker.answer(worker, picker.follower.connected(0.0))
+    picker.live(step(worker, SHARED))
+    assert level(picker) == "complete"
+    picker.follower.disconnected()
+    worker.restart()
+    step(worker, PROMPTS[4])
+    picker.follower.connected(1.0)
+    picker.follower.tick(9.0)
+    picker.live(step(worker, PROMPTS[3]), 9.0)  # the number that the old process would have used
+    assert level(picker) == "partial"
 
 
 def test_an_end_of_replay_that_nobody_asked_for_says_nothing() -> None:

@@ -184,12 +184,13 @@ def test_a_block_with_two_copies_stays_until_both_are_gone(single: bool) -> None
     assert ledger.counters["unknown_removals"] == 0
 
 
-def test_blocks_told_again_from_the_beginning_are_no_second_copies() -> None:
+@pytest.mark.parametrize("blocks", [1, 2, 6])
+def test_blocks_told_again_from_the_beginning_are_no_second_copies(blocks: int) -> None:
     index, ledger = new()
     ledger.apply(stored(0, 6), 0.0)
-    ledger.apply(stored(0, 5), 0.0)
-    ledger.apply(removed(4), 0.0)
-    assert matched(index, prompt_keys(PROMPT))[0] == 4
+    ledger.apply(stored(0, blocks), 0.0)
+    ledger.apply(removed(blocks - 1), 0.0)
+    assert matched(index, prompt_keys(PROMPT))[0] == blocks - 1
 
 
 def test_after_a_loss_the_first_removal_takes_a_block_out() -> None:
