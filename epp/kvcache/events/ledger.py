@@ -169,8 +169,8 @@ class Ledger:
         self._exact = True
 
     def lost(self) -> None:
-        """Events were lost: how many copies there are is not known any more."""
-        self._exact = False
+        """Events were lost: removals may be among them, so the copies counted so far may be too many."""
+        self._exact = self._exact and not len(self._keys)
 
     def sent(self, ids: Ids, keys: Keys, block_size: int, adapter: str = "") -> None:
         """A prompt goes to this worker: its token ids and the keys of its whole blocks. The last 64 are remembered."""

@@ -202,6 +202,15 @@ def test_after_a_loss_the_first_removal_takes_a_block_out() -> None:
     assert matched(index, prompt_keys(PROMPT))[0] == 5
 
 
+def test_a_loss_before_anything_was_known_leaves_the_count_of_copies_right() -> None:
+    index, ledger = new()
+    ledger.lost()
+    ledger.apply(stored(0, 6), 0.0)
+    ledger.apply(stored(3, 6), 0.0)
+    ledger.apply(removed(5), 0.0)
+    assert matched(index, prompt_keys(PROMPT))[0] == 6
+
+
 def test_a_copy_on_the_host_outlives_the_one_on_the_device_and_brings_it_back_by_hash() -> None:
     index, ledger = new()
     keys = prompt_keys(PROMPT)
