@@ -125,7 +125,7 @@ class Subscriber:
         """Begin, on the running loop. Raises ValueError if the address to bind cannot be bound."""
         loop = asyncio.get_running_loop()
         if self.settings.bind:
-            socket = self._subscribing(self.settings.topic.encode())
+            socket = self.subscribing(self.settings.topic.encode())
             try:
                 socket.bind(self.settings.bind)
             except zmq.ZMQError as error:
@@ -223,23 +223,6 @@ class Subscriber:
         except (aiohttp.ClientError, OSError):  # TimeoutError is one of the latter
             return b""
 
-    def _subscribing(self, topic: bytes = b"") -> zmq.asyncio.Socket:
-        socket = self._context.socket(zmq.SUB)
-        for option, value in (
-            (zmq.IPV6, 1),
-            (zmq.LINGER, 0),
-            (zmq.RCVHWM, self.settings.receive_hwm),
-            (zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES),
-            (zmq.RECONNECT_IVL, 100),
-            (zmq.RECONNECT_IVL_MAX, 2000),
-            # A host that vanishes without a word is noticed.
-            (zmq.HEARTBEAT_IVL, 5000),
-            (zmq.HEARTBEAT_TIMEOUT, 15000),
-        ):
-            socket.setsockopt(option, value)
-        socket.setsockopt(zmq.SUBSCRIBE, topic)
-        return socket
-
     def _slice(
         self,
         raw: zmq.Socket[bytes],
@@ -328,10 +311,22 @@ class Subscriber:
     def take_live(self, follower: Follower, frames: list[bytes]) -> list[Ask]:
         return follower.live(frames, self._clock(), self._wall())
 
-    def dial(self, source: Source) -> zmq.asyncio.Socket:
-        """A SUB socket connected to a publisher."""
-        socket = self._subscribing()
-        socket.connect(source.events)
+    def subscribing(self, topic: bytes = b"") -> zmq.asyncio.Socket:
+        """A SUB socket, not connected yet."""
+        socket = self._context.socket(zmq.SUB)
+        for option, value in (
+            (zmq.IPV6, 1),
+            (zmq.LINGER, 0),
+            (zmq.RCVHWM, self.settings.receive_hwm),
+            (zmq.MAXMSGSIZE, MAX_PAYLOAD_BYTES),
+            (zmq.RECONNECT_IVL, 100),
+            (zmq.RECONNECT_IVL_MAX, 2000),
+            # A host that vanishes without a word is noticed.
+            (zmq.HEARTBEAT_IVL, 5000),
+            (zmq.HEARTBEAT_TIMEOUT, 15000),
+        ):
+            socket.setsockopt(option, value)
+        socket.setsockopt(zmq.SUBSCRIBE, topic)
         return socket
 
     def ask(self, source: Source) -> zmq.asyncio.Socket:
@@ -420,8 +415,10 @@ class _Link:
             await self._replay_when_asked(source)
             return
         follower = await self._begin(replay=bool(source.replay))
-        with self._subscriber.dial(source) as socket:
+        with self._subscriber.subscribing() as socket:
+            # Before connecting: a handshake that nobody watched would leave the worker without its first replay.
             monitor: Any = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+            socket.connect(source.events)
             tasks = [
                 asyncio.create_task(work)
                 for work in (
