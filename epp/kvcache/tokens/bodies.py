@@ -90,6 +90,8 @@ class ChatSettings:
     add_special_tokens: bool
     digest: bytes
     """Names these settings, 128 bits."""
+    kind: bytes
+    """Names them but for what the tools are."""
 
     @property
     def short_variables(self) -> Mapping[str, Any]:
@@ -205,11 +207,13 @@ class SettingsReader:
             raise Unrenderable("bad-message", "continue_final_message excludes add_generation_prompt")
         merged.setdefault("tools", None)
         merged.setdefault("documents", None)
+        kind = json.dumps({**merged, "tools": bool(merged["tools"])}, sort_keys=True).encode()
         return ChatSettings(
             variables={**self._special_tokens, **merged},
             continued=continued,
             add_special_tokens=_value(members.add_special_tokens, default=False) is True,
             digest=digest,
+            kind=xxhash.xxh3_128_digest(kind),
         )
 
 

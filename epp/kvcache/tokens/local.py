@@ -18,13 +18,28 @@ import numpy as np
 import xxhash
 from msgspec import Raw
 
+from epp.api.fields import span_of
 from epp.kvcache.tokens.bodies import ChatSettings, SettingsReader, read_chat, read_completion
 from epp.kvcache.tokens.encoder import Encoder
 from epp.kvcache.tokens.folder import ModelFolder
+from epp.kvcache.tokens.growing import GrowingIds
 from epp.kvcache.tokens.messages import Message, Unrenderable, conversation, without_developer
 from epp.kvcache.tokens.pieces import Ids, PieceCache
+from epp.kvcache.tokens.resume import Bodies, Earlier, without_known
 from epp.kvcache.tokens.template import ChatTemplate, TemplateError
-from epp.kvcache.tokens.turns import TAIL, Locality, Shape, Short, Turn, Turns, continue_text, edges_of, shape_of
+from epp.kvcache.tokens.turns import (
+    TAIL,
+    Edges,
+    Locality,
+    Shape,
+    Short,
+    Turn,
+    Turns,
+    continue_text,
+    edges_of,
+    may_continue,
+    shape_of,
+)
 
 QUICK_BYTES = 32_768
 """New messages that are read and rendered on the event loop."""
@@ -73,6 +88,7 @@ class LocalModel:
         self.counts = Counts()
         self._turns = turns
         self._seed = seed
+        self._bodies = Bodies(seed)
         self._settings = SettingsReader(folder.special_tokens, template_defaults)
         self._templates: dict[str, ChatTemplate] = {}
         self._locality: dict[str, Locality] = {}
@@ -102,16 +118,41 @@ class LocalModel:
         """Raises Unrenderable."""
         if self.no_chat:
             raise Unrenderable("no-template", self.no_chat)
-        members = read_chat(body)
-        settings = self._settings.read(members)
+        prompt = self._resumed(body, quick=quick)
+        if prompt is None:
+            members = read_chat(body)
+            settings = self._settings.read(members)
+            chat = _Chat(self, self._template_for(settings), settings, members.messages, body, body)
+            prompt = chat.from_earlier_turn(quick=quick)
+            if prompt is None and not quick:
+                prompt = chat.whole()
+        return prompt
+
+    def _resumed(self, body: bytes, *, quick: bool) -> Prompt | None:
+        """When an earlier body's messages are the first of this one: read what is behind them only."""
+        earlier = self._bodies.find(body)
+        shorter = without_known(body, earlier) if earlier else None
+        if earlier is None or shorter is None:
+            return None
+        try:
+            members = read_chat(shorter)
+            settings = self._settings.read(members)
+        except Unrenderable:
+            return None  # reading the whole says why
+        raw = members.messages
+        span = span_of(shorter, raw[0])
+        if span is None or shorter[earlier.opening : span[0]].strip():
+            return None  # these are the messages of a second member of that name
+        if bytes(raw[0]) == b"null":
+            raw = []
+        chat = _Chat(self, self._template_for(settings), settings, raw, body, shorter, earlier)
+        return chat.from_earlier_turn(quick=quick) if chat.root == earlier.root else None
+
+    def _template_for(self, settings: ChatSettings) -> str:
         name = "tool_use" if settings.variables["tools"] and "tool_use" in self._templates else "default"
         if name not in self._templates:
             raise Unrenderable("no-template", f"there is no chat template named {name}")
-        chat = _Chat(self, name, settings, members.messages)
-        prompt = chat.from_earlier_turn(quick=quick)
-        if prompt is None and not quick:
-            prompt = chat.whole()
-        return prompt
+        return name
 
     def _pieces(self, text: str) -> list[str]:
         return self.encoder.cutter.pieces(text) if self.encoder.exact_pieces else [text] if text else []
@@ -128,24 +169,41 @@ class LocalModel:
 
 
 class _Chat:
-    """One request for a chat."""
+    """One request for a chat: `raw` are its messages, or those behind an earlier body's."""
 
-    def __init__(self, model: LocalModel, template: str, settings: ChatSettings, raw: Sequence[Raw]) -> None:
+    def __init__(
+        self,
+        model: LocalModel,
+        template: str,
+        settings: ChatSettings,
+        raw: Sequence[Raw],
+        body: bytes,
+        source: bytes,
+        earlier: Earlier | None = None,
+    ) -> None:
+        """`source`: where `raw` lie; `body`, but for what it shares with an earlier one."""
         self._model, self._settings, self._raw = model, settings, raw
+        self._body, self._source, self._earlier = body, source, earlier
         self._template = model._templates[template]
         self._locality = model._locality[template]
-        self._names = self._name_messages(template)
+        clock = self._template.clock(datetime.now())
+        self.root = settings.digest + f"{id(model)}:{template}:{clock}".encode()
+        """All but the messages that decides about the ids."""
+        self._names, self._naming = self._name_messages()
 
-    def _name_messages(self, template: str) -> list[bytes]:
-        """A name for the chat up to each message, over the model's settings and all bytes before."""
-        digest = xxhash.xxh3_128(self._settings.digest, self._model._seed)
-        digest.update(f"{id(self._model)}:{template}:{self._template.clock(datetime.now())}:".encode())
+    def _name_messages(self) -> tuple[list[bytes], Any]:
+        """A name for the chat up to each message, over the root and all messages so far."""
         names = []
+        if self._earlier is None:
+            digest = xxhash.xxh3_128(self.root, self._model._seed)
+        else:
+            digest = self._earlier.naming.copy()
+            names.append(self._earlier.name)
         for raw in self._raw:
             digest.update(raw)
             digest.update(b"\0")
             names.append(digest.digest())
-        return names
+        return names, digest
 
     def from_earlier_turn(self, *, quick: bool) -> Prompt | None:
         """The short way; None when there is none, or it is not quick enough."""
@@ -156,18 +214,20 @@ class _Chat:
         if found is None:
             return None
         index, turn = found
-        raw = self._raw[index + 1 :]
-        if not raw:
-            return Prompt(turn.ids, len(turn.ids), turn.notes, turn.notes)
+        raw = self._raw[index + 1 - len(self._names) + len(self._raw) :]
+        if index + 1 == len(self._names):
+            return Prompt(turn.ids, turn.length, turn.notes, turn.notes)
         if quick and sum(len(memoryview(r)) for r in raw) > QUICK_BYTES:
             return None
         new = self._read(raw)
         edges = turn.edges | edges_of(new, self._template.marks, turn.shape)
-        local = self._locality.known(settings.digest, edges) if quick else self._holds(edges)
-        if not local or any(m["role"] == "developer" for m in new):
+        if not may_continue(edges, new) or any(m["role"] == "developer" for m in new):
             return None
         try:
-            step = continue_text(self._render_short, model.encoder.cutter, turn.short, turn.tail, new)
+            if not (self._locality.known(settings.kind, edges) if quick else self._holds(edges)):
+                return None
+            generation = self._locality.generation(settings.kind, settings.short_variables)
+            step = continue_text(self._render_short, model.encoder.cutter, turn.short, turn.tail, new, generation)
         except TemplateError:
             return None
         if step is None:
@@ -177,17 +237,20 @@ class _Chat:
         if quick and not model._is_quick(pieces):
             return None
         audit = (model.counts.short + 1) % AUDIT_EVERY == 0
-        if audit and quick:
-            return None
+        if audit and (quick or self._earlier is not None):
+            return None  # the whole body is needed
         model.counts.short += 1
-        kept = len(turn.ids) - sum(turn.lengths[-dropped:])
+        kept = turn.length - sum(turn.lengths[-dropped:])
         parts = self._encode(pieces)
-        prompt = Prompt(np.concatenate([turn.ids[:kept], *parts]), kept, turn.notes)
+        buffer, length = turn.buffer.continued(turn.length, kept, parts)
+        prompt = Prompt(buffer.view(length), kept, turn.notes)
         if audit and not self._audit(prompt):
             return None
         tail = [*zip(turn.tail[:-dropped], turn.lengths[:-dropped], strict=True)]
         tail += zip(pieces, map(len, parts), strict=True)
-        self._keep(prompt, tail, Short.of([*turn.short.messages, *new]), edges, shape_of(new[-1], self._template.marks))
+        self._keep(
+            prompt, buffer, tail, Short.of([*turn.short.messages, *new]), edges, shape_of(new[-1], self._template.marks)
+        )
         return prompt
 
     def whole(self) -> Prompt:
@@ -205,11 +268,14 @@ class _Chat:
             return Prompt(model._encode(text, True))
         pieces = model._pieces(text)
         parts = self._encode(pieces)
-        prompt = Prompt(np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32))
+        buffer = GrowingIds(parts)
+        prompt = Prompt(buffer.view(len(buffer)))
         if model.encoder.exact_pieces and not settings.continued and turned is messages:
             tail = [*zip(pieces[-TAIL:], map(len, parts[-TAIL:]), strict=True)]
             marks = self._template.marks
-            self._keep(prompt, tail, Short.of(messages), edges_of(messages, marks), shape_of(messages[-1], marks))
+            self._keep(
+                prompt, buffer, tail, Short.of(messages), edges_of(messages, marks), shape_of(messages[-1], marks)
+            )
         return prompt
 
     def _read(self, raw: Sequence[Raw]) -> list[Message]:
@@ -219,8 +285,8 @@ class _Chat:
             raise Unrenderable("unreadable-body") from None
         return conversation(parsed, self._template.content_format)
 
-    def _holds(self, edges: Any) -> bool:
-        return self._locality.holds(self._settings.digest, edges, self._settings.short_variables)
+    def _holds(self, edges: Edges) -> bool:
+        return self._locality.holds(self._settings.kind, edges, self._settings.short_variables)
 
     def _render_short(self, messages: Sequence[Message]) -> str:
         return self._template.render(messages, self._settings.short_variables)
@@ -231,10 +297,30 @@ class _Chat:
         except UnicodeEncodeError:
             raise Unrenderable("bad-message", "half a surrogate pair is no text") from None
 
-    def _keep(self, prompt: Prompt, tail: Sequence[tuple[str, int]], short: Short, edges: Any, shape: Shape) -> None:
+    def _keep(
+        self,
+        prompt: Prompt,
+        buffer: GrowingIds,
+        tail: Sequence[tuple[str, int]],
+        short: Short,
+        edges: Edges,
+        shape: Shape,
+    ) -> None:
         texts, lengths = zip(*tail[-TAIL:], strict=True) if tail else ((), ())
-        turn = Turn(prompt.ids, tuple(texts), tuple(lengths), short, edges, shape, prompt.notes)
+        turn = Turn(buffer, len(prompt.ids), tuple(texts), tuple(lengths), short, edges, shape, prompt.notes)
         self._model._turns.keep(self._names[-1], turn)
+        self._remember_body()
+
+    def _remember_body(self) -> None:
+        body, source = self._body, self._source
+        first, last = span_of(source, self._raw[0]), span_of(source, self._raw[-1])
+        if first is None or last is None:
+            return
+        opening = self._earlier.opening if self._earlier else first[0]
+        end = last[1] + len(body) - len(source)
+        bodies = self._model._bodies
+        digest = bodies.digest(body, end)
+        bodies.remember(body, Earlier(opening, end, digest, self.root, self._names[-1], self._naming))
 
     def _audit(self, prompt: Prompt) -> bool:
         """Compare with a whole rendering; a difference ends the short way for this template."""

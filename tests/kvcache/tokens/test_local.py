@@ -104,7 +104,7 @@ def test_the_same_request_again_is_known_as_a_whole() -> None:
     first, again = served.chat(chat), served.chat(chat, quick=True)
     assert first is not None
     assert again is not None
-    assert again.ids is first.ids
+    assert np.shares_memory(again.ids, first.ids)
     assert again.shared == len(first.ids)
     first.notes["keys"] = 1
     assert again.earlier == {"keys": 1}
@@ -243,8 +243,13 @@ def test_a_refusing_template_and_a_missing_one_have_reasons() -> None:
 
 def test_turns_are_bounded_in_bytes() -> None:
     served = model(templates.CHATML)
-    served._turns.max_bytes = 40_000
+    served._turns.max_bytes = 60_000
     for number in range(30):
-        served.chat(body(templates.agent_chat(Random(number), 4)))
-    assert 0 < served._turns.bytes <= 40_000
-    assert len(served._turns) < 20
+        chat = templates.agent_chat(Random(number), 4)
+        served.chat(body(chat[:4]))
+        served.chat(body(chat))
+    assert 30_000 < served._turns.bytes <= 60_000
+    assert 2 < len(served._turns) < 20
+    served._turns.max_bytes = 0
+    served.chat(body(templates.agent_chat(Random(1), 1)))
+    assert (len(served._turns), served._turns.bytes) == (0, 0)
