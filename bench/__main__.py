@@ -25,6 +25,7 @@ from bench import (
     index_micro,
     kv_micro,
     scheduler_micro,
+    tokens_micro,
 )
 from bench.load import LoadError
 from bench.table import tables
@@ -40,6 +41,7 @@ MICRO = {
     "scheduler": scheduler_micro.figures,
     "kv": kv_micro.figures,
     "index": index_micro.figures,
+    "tokens": tokens_micro.figures,
     "exchange": exchange_micro.figures,
 }
 """Measured inside this process, cheapest first."""

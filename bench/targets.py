@@ -27,6 +27,8 @@ TARGETS = {
     "end_to_end/400KB/gateway/kvsteer/envoy_and_picker_cpu": Target(1000),
     "end_to_end/stream/gateway/kvsteer/picker_cpu_per_message": Target(15),
     "exchange/response chunk": Target(15),
+    "tokens/tiktoken, warm turn": Target(1000),
+    "tokens/tokenizers, warm turn": Target(1000),
     "scheduler/six, 544 endpoints, 6 scorers": Target(500),
     "kv/memory per block and endpoint, 64 endpoints": Target(64),
     "index/store, a block of a 64-block event": Target(2),

@@ -80,6 +80,7 @@ class Fleet:
         self.wait()
 
     def launch(self, count: int, *extra: str) -> None:
+        """Start so many workers, and do not wait."""
         for _ in range(count):
             port = free_port()
             log = self.folder / f"vllm-{port}.log"
