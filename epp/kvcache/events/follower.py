@@ -23,7 +23,7 @@ from epp.kvcache.events.decoder import (
     decode_batch,
     read_message,
 )
-from epp.kvcache.events.ledger import Ledger
+from epp.kvcache.events.ledger import Ledger, Singles, bundled
 from epp.kvcache.events.sequence import Action, Apply, Ask, Lost, Restarted, Sequence, SequenceSettings
 
 COUNTERS = (
@@ -44,8 +44,8 @@ COUNTERS = (
     "under",  # ... more
 )
 
-EVENT_COST, BLOCK_COST = 20, 1
-"""Rough microseconds, for `work`."""
+EVENT_US, BLOCK_US, SINGLE_US = 20, 2, 5
+"""Rough costs, for `work`: of an event, of each of its blocks, of each event in a bundle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class Follower:
         self.applied_at = float("-inf")
         """When a batch was last applied."""
         self._sequence = Sequence(self.settings.sequence)
-        self._todo: deque[Apply | Lost | Restarted | Event | None] = deque()
+        self._todo: deque[Apply | Lost | Restarted | Event | Singles | None] = deque()
         """What is to be applied; None says that the worker was heard of."""
         self._heard_at = float("-inf")
         self._up = False
@@ -154,7 +154,7 @@ class Follower:
                     self.applied_at = now
                     if self._up and not self.asking:
                         self.confidence.verified(yes=True)
-                    todo.extendleft(reversed(batch.events))
+                    todo.extendleft(reversed(bundled(batch.events)))
                 case Lost(_, count):
                     self.counters["lost_batches"] += count
                     self.confidence.lost()
@@ -170,9 +170,7 @@ class Follower:
                     self.ledger.apply(event, now)
                     if isinstance(event, Cleared):
                         self.confidence.fresh()
-                        budget_us -= EVENT_COST
-                    else:
-                        budget_us -= EVENT_COST + BLOCK_COST * len(event.hashes)
+                    budget_us -= _cost(event)
         return bool(todo)
 
     def observed(self, predicted: int, actual: int, now: float, *, keys: Keys, picked_at: float) -> Verdict:
@@ -224,3 +222,12 @@ class Follower:
         self.counters["events"] += len(batch.events)
         for kind, count in batch.skipped.items():
             self.counters[f"skipped_{kind}"] += count
+
+
+def _cost(event: Event | Singles) -> int:
+    match event:
+        case Singles(events):
+            return EVENT_US + SINGLE_US * len(events)
+        case Cleared():
+            return EVENT_US
+    return EVENT_US + BLOCK_US * len(event.hashes)

@@ -21,13 +21,14 @@ Source: vllm/v1/core/block_pool.py, vllm/distributed/kv_events.py (0.32); events
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
-from epp.kvcache.blocks import Keys, block_extras, extend, token_root
+from epp.kvcache.blocks import Keys, block_extras, extend, extend_each, token_root
 from epp.kvcache.events.decoder import Cleared, Event, Hashes, Ids, Removed, Stored
 from epp.kvcache.index import BlockIndex, Holder, blocks_needed
 from epp.kvcache.table import U64Table
@@ -50,6 +51,8 @@ _PLACES = 16
 """Tiers times groups: a place has four bits of a record."""
 _COPIES = 15
 _MAX_SENT = 64
+_BUNDLE = 4
+"""So few events are as quick one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,41 @@ class _Sent:
     block_size: int
     adapter: str
     sums: Keys | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Singles:
+    """Single blocks that entered a tier, alike in all but hash, parent and tokens: what a decoding step fills."""
+
+    events: tuple[Stored, ...]
+
+
+def bundled(events: Iterable[Event]) -> list[Event | Singles]:
+    """The same events in order, those that follow each other and can be applied at once put together.
+
+    A step of a worker stores or evicts a block for each of many requests; one by one they cost three times as much.
+    """
+    out: list[Event | Singles] = []
+    for key, group in groupby(events, _kind):
+        run = list(group)
+        if key is None or len(run) < _BUNDLE:
+            out += run
+        elif isinstance(run[0], Removed):
+            gone = np.concatenate([e.hashes for e in run if isinstance(e, Removed)])
+            out.append(Removed(gone, run[0].tier, run[0].group))
+        else:
+            out.append(Singles(tuple(e for e in run if isinstance(e, Stored))))
+    return out
+
+
+def _kind(event: Event) -> tuple[object, ...] | None:
+    """What events have in common that may be put together; None: by itself."""
+    match event:
+        case Removed():
+            return event.tier, event.group
+        case Stored() if len(event.hashes) == 1 and event.parent is not None and len(event.ids) and not event.extras:
+            return event.tier, event.group, event.block_size, event.kind, event.window, event.adapter
+    return None
 
 
 class Ledger:
@@ -139,11 +177,13 @@ class Ledger:
         """Blocks parked or told by an unknown hash alone."""
         return self._parked_blocks + len(self._nameless)
 
-    def apply(self, event: Event, now: float) -> None:
-        """Do what one event says. `now`: the picker's clock, seconds."""
+    def apply(self, event: Event | Singles, now: float) -> None:
+        """Do what one event says, or a bundle of them. `now`: the picker's clock, seconds."""
         match event:
             case Stored():
                 self._store(event, now)
+            case Singles(events):
+                self._store_singles(events, now)
             case Removed():
                 self._remove(event)
             case Cleared():
@@ -204,6 +244,26 @@ class Ledger:
         else:
             self._park(event)
 
+    def _store_singles(self, events: tuple[Stored, ...], now: float) -> None:
+        """All at once, where all are new and their parents are known."""
+        first = events[0]
+        hashes = np.concatenate([e.hashes for e in events])
+        parents = self._keys.get_many(np.array([e.parent for e in events], dtype=np.uint64))
+        new = not self._keys.get_many(hashes).any() and len(set(hashes.tolist())) == len(hashes)
+        if not new or not parents.all():
+            for event in events:
+                self._store(event, now)
+            return
+        if first.group == 0:
+            self.block_size = first.block_size
+        if first.kind:
+            self._learn_group(first)
+        ids = np.concatenate([e.ids for e in events]).reshape(len(events), first.block_size)
+        self._enter(hashes, extend_each(parents, ids), first.tier, first.group, now, whole=False)
+        if self._by_parent or self._nameless:
+            for event in events:
+                self._reunite(event, now)
+
     def _parent_key(self, event: Stored) -> int | None:
         """The key that the event's blocks follow; None if it is not known."""
         if event.parent is not None:
@@ -254,7 +314,10 @@ class Ledger:
         else:
             known = self._keys.get_many(hashes)
             if not known.any():
-                self._keys.put_many(hashes, keys)
+                if len(set(hashes.tolist())) == len(hashes):
+                    self._keys.add_many(hashes, keys)
+                else:
+                    self._keys.put_many(hashes, keys)
                 if place:
                     self._copies.put_many(hashes, np.full(len(hashes), 1 << 4 * place, dtype=np.uint64))
             else:

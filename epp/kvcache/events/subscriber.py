@@ -418,16 +418,17 @@ class _Link:
         with self._subscriber.subscribing() as socket:
             # Before connecting: a handshake that nobody watched would leave the worker without its first replay.
             monitor: Any = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-            socket.connect(source.events)
-            tasks = [
-                asyncio.create_task(work)
-                for work in (
-                    self._watch(monitor, follower),
-                    self._receive(socket, follower),
-                    self._replay_when_asked(source),
-                )
-            ]
+            tasks: list[asyncio.Task[None]] = []
             try:
+                socket.connect(source.events)
+                tasks += [
+                    asyncio.create_task(work)
+                    for work in (
+                        self._watch(monitor, follower),
+                        self._receive(socket, follower),
+                        self._replay_when_asked(source),
+                    )
+                ]
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
