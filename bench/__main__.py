@@ -20,6 +20,7 @@ from bench import (
     api_micro,
     edge_micro,
     end_to_end,
+    events_micro,
     exchange_micro,
     ext_proc_micro,
     index_micro,
@@ -42,6 +43,7 @@ MICRO = {
     "kv": kv_micro.figures,
     "index": index_micro.figures,
     "tokens": tokens_micro.figures,
+    "events": events_micro.figures,
     "exchange": exchange_micro.figures,
 }
 """Measured inside this process, cheapest first."""

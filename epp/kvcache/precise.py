@@ -19,7 +19,7 @@ import numpy as np
 
 from epp.kvcache.blocks import Keys, block_extras, extend, token_root
 from epp.kvcache.events.follower import Follower
-from epp.kvcache.events.ledger import Ledger
+from epp.kvcache.events.ledger import Ledger, ServedAdapters
 from epp.kvcache.index import BlockIndex, Matches, Speculation
 from epp.kvcache.producer import ApproxPrefixCache, PrefixParameters
 from epp.kvcache.tier import Tier
@@ -115,7 +115,9 @@ class PrecisePrefixCache(Producer[PreciseParameters]):
         """Begin to follow an endpoint that serves `model` (its registered name); what it held before is forgotten."""
         self.forget(endpoint)
         holder = self.index.join(endpoint)
-        follower = self.followers[endpoint] = Follower(Ledger(self.index, holder, model, adapters=_Adapters(endpoint)))
+        follower = self.followers[endpoint] = Follower(
+            Ledger(self.index, holder, model, adapters=ServedAdapters(endpoint))
+        )
         return follower
 
     def forget(self, endpoint: Endpoint) -> None:
@@ -238,16 +240,6 @@ class PrecisePrefixCache(Producer[PreciseParameters]):
     def removed(self, endpoint: Endpoint) -> None:
         self.history.removed(endpoint)
         self.forget(endpoint)
-
-
-class _Adapters:
-    """The adapters an endpoint serves, as they are known when asked."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._endpoint.parents
 
 
 def _tokens(matches: Matches, size: int, prompt_tokens: int) -> Floats:

@@ -1,13 +1,14 @@
 """The chain of token blocks: `token_root` and `extend`."""
 
 import itertools
+from random import Random
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from epp.kvcache.blocks import extend, token_root
+from epp.kvcache.blocks import extend, extend_each, token_root
 
 ROOT = token_root(model="m", adapter="", salt="")
 
@@ -25,6 +26,14 @@ def test_a_chain_continues_from_a_bare_key(a: list[int], b: list[int], size: int
     a = a[: len(a) // size * size]
     first = keys(a, size, parent)
     assert keys(a + b, size, parent) == first + keys(b, size, first[-1] if first else parent)
+
+
+@given(st.lists(st.integers(0, (1 << 64) - 1), max_size=9), sizes, st.randoms(use_true_random=False))
+def test_single_blocks_of_many_chains_have_the_keys_of_each(parents: list[int], size: int, random: Random) -> None:
+    blocks = [[random.randrange(1 << 32) for _ in range(size)] for _ in parents]
+    matrix = np.array(blocks, dtype=np.uint32).reshape(len(parents), size)
+    each = extend_each(np.array(parents, dtype=np.uint64), matrix)
+    assert each.tolist() == [key for p, block in zip(parents, blocks, strict=True) for key in keys(block, size, p)]
 
 
 def test_a_long_chain_continues_anywhere() -> None:

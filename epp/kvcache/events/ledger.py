@@ -28,6 +28,7 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
+from epp.endpoint import Endpoint
 from epp.kvcache.blocks import Keys, block_extras, extend, extend_each, token_root
 from epp.kvcache.events.decoder import Cleared, Event, Hashes, Ids, Removed, Stored
 from epp.kvcache.index import BlockIndex, Holder, blocks_needed
@@ -63,6 +64,16 @@ class LedgerSettings:
     parked_bytes: int = 32 << 20
     departed: int = 16_384
     """Engine hashes remembered (twice as many at most) after their last copy went: children may yet name them."""
+
+
+class ServedAdapters:
+    """The adapters an endpoint serves, as they are known when asked."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._endpoint.parents
 
 
 @dataclass(slots=True, eq=False)

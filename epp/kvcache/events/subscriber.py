@@ -34,7 +34,7 @@ from epp.kvcache.events import sources
 from epp.kvcache.events.confidence import Level
 from epp.kvcache.events.decoder import MAX_PAYLOAD_BYTES, MalformedMessage, decode_batch, read_message
 from epp.kvcache.events.follower import Follower, FollowerSettings
-from epp.kvcache.events.ledger import Ledger
+from epp.kvcache.events.ledger import Ledger, ServedAdapters
 from epp.kvcache.events.sequence import Ask
 from epp.kvcache.events.sources import Source
 from epp.kvcache.index import BlockIndex, Holder
@@ -176,7 +176,7 @@ class Subscriber:
         if follower is None and (model := self._model(endpoint)) is not None and endpoint in self.holders:
             settings = self.settings.follower
             settings = replace(settings, sequence=replace(settings.sequence, replay=replay))
-            ledger = Ledger(self.index, self.holders[endpoint], model, adapters=endpoint.parents)
+            ledger = Ledger(self.index, self.holders[endpoint], model, adapters=ServedAdapters(endpoint))
             follower = self.followers[endpoint] = Follower(ledger, settings)
         return follower
 

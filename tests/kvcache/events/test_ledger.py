@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from epp.kvcache.blocks import Keys, block_extras, extend, token_root
-from epp.kvcache.events.decoder import Batch, Cleared, Removed, Stored, decode_batch
-from epp.kvcache.events.ledger import Ledger, LedgerSettings
+from epp.kvcache.events.decoder import Batch, Cleared, Event, Removed, Stored, decode_batch
+from epp.kvcache.events.ledger import Ledger, LedgerSettings, Singles, bundled
 from epp.kvcache.index import BlockIndex
 from epp.kvcache.tier import Tier
 from tests.kvcache.events.worker import BLOCK, MODEL, Picker, Worker, ids, prompt_keys
@@ -314,6 +316,51 @@ def test_an_orphan_of_another_kind_than_the_prompt_is_not_anchored(fields: dict[
         event = stored(3, 5, ids=event.ids[:4], **fields)
     ledger.apply(event, 0.0)
     assert ledger.counters["anchored"] == 0
+
+
+def test_events_that_follow_each_other_are_put_together_only_if_they_are_alike() -> None:
+    one = [stored(n, n + 1) for n in range(1, 6)]
+    gone = [removed(n) for n in range(5)]
+    assert [type(e) for e in bundled([*one, *gone])] == [Singles, Removed]
+    assert [len(e.events) for e in bundled([*one, Cleared(), *one]) if isinstance(e, Singles)] == [5, 5]
+    for other in (
+        stored(0, 1),
+        stored(6, 7, named=False),
+        stored(5, 6, adapter="a"),
+        stored(5, 6, tier=Tier.CPU),
+        stored(5, 6, group=1),
+        stored(5, 6, extras=(("img",),)),
+        stored(3, 5),
+        removed(9, tier=Tier.CPU),
+    ):
+        assert bundled([*one, other, *gone])[1:2] == [other]
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.booleans(), st.sampled_from(["", "a"])), max_size=40))
+def test_events_put_together_do_what_they_do_one_by_one(steps: list[tuple[int, bool, str]]) -> None:
+    """Over chains that fork, repeat blocks and lack parents."""
+    events: list[Event] = []
+    for block, goes, adapter in steps:
+        offset = 500 if adapter else 0
+        hashes = np.array([1000 + offset + block], dtype=np.uint64)
+        if goes:
+            events.append(Removed(hashes, Tier.GPU, 0))
+        else:
+            parent = None if block == 1 and adapter else 999 + offset + block
+            events.append(stored(block, block + 1, hashes=hashes, parent=parent, adapter=adapter))
+    (index_a, one_by_one), (index_b, together) = new(), new()
+    for ledger in (one_by_one, together):
+        ledger.apply(stored(0, 1), 0.0)
+    for event in events:
+        one_by_one.apply(event, 0.0)
+    for each in bundled(events):
+        together.apply(each, 0.0)
+    assert one_by_one.counters == together.counters
+    assert (len(one_by_one), one_by_one.waiting) == (len(together), together.waiting)
+    for keys in (prompt_keys(PROMPT), prompt_keys(PROMPT, adapter="a")):
+        for key in keys.tolist():
+            array = np.array([key], dtype=np.uint64)
+            assert matched(index_a, array) == matched(index_b, array)
 
 
 def test_a_removal_of_what_was_never_there_is_counted() -> None:

@@ -241,6 +241,13 @@ async def test_workers_tell_their_ports_and_those_that_leave_hold_nothing(setup:
     assert subscriber.totals()["events"] == events
 
 
+async def test_adapters_that_a_worker_is_learnt_to_serve_later_count_too(setup: Setup, endpoint: Endpoint) -> None:
+    _, subscriber = await late_start(setup, endpoint)
+    assert "a1" not in subscriber.followers[endpoint].ledger.adapters
+    endpoint.parents = {"a1": MODEL}
+    assert "a1" in subscriber.followers[endpoint].ledger.adapters
+
+
 async def test_events_wait_for_the_models_name(setup: Setup, endpoint: Endpoint) -> None:
     worker = setup.worker()
     worker.serve(PROMPTS[0])
