@@ -13,6 +13,7 @@ from itertools import count
 import msgspec
 import numpy as np
 
+from bench.timing import EFFORT
 from epp.figures import Figure, figure
 from epp.kvcache.events.follower import Follower, FollowerSettings
 from epp.kvcache.events.ledger import Ledger
@@ -25,12 +26,11 @@ Frames = list[bytes]
 
 
 def figures() -> list[Figure]:
-    runs = _rate(_runs(400), RUN * 400)
-    single, removed = _rate(_decoding(200), RUNNING * 200), _rate(_removals(200), RUNNING * 200, skip=200)
+    runs, steps = EFFORT.times(400), EFFORT.times(200)
     return [
-        figure("events/blocks a second, 64-block events", runs, "/s"),
-        figure("events/single-block events a second, stored", single, "/s"),
-        figure("events/single-block events a second, removed", removed, "/s"),
+        figure("events/a block of a 64-block event, wire to index", _us_each(_runs(runs), RUN * runs), "us"),
+        figure("events/a single-block event, wire to index", _us_each(_decoding(steps), RUNNING * steps), "us"),
+        figure("events/a removal, wire to index", _us_each(_removals(steps), RUNNING * steps, skip=steps), "us"),
     ]
 
 
@@ -95,10 +95,10 @@ def _removals(steps: int) -> list[Frames]:
     return stored + gone
 
 
-def _rate(messages: list[Frames], of: int, *, skip: int = 0) -> float:
-    """`of` things a second of the thread's CPU time, over the messages after the first `skip`; best of some rounds."""
+def _us_each(messages: list[Frames], of: int, *, skip: int = 0) -> float:
+    """Microseconds of CPU for each of the `of` things in the messages after the first `skip`; best of some rounds."""
     best = float("inf")
-    for _ in range(ROUNDS):
+    for _ in range(min(EFFORT.rounds, ROUNDS)):
         index = BlockIndex(1 << 30)
         ledger = Ledger(index, index.join("worker"), "m")
         follower = Follower(ledger, FollowerSettings(SequenceSettings(replay=False)))
@@ -109,7 +109,7 @@ def _rate(messages: list[Frames], of: int, *, skip: int = 0) -> float:
         best = min(best, time.thread_time() - started)
         assert follower.counters["batches"] == len(messages)
         assert not ledger.counters["unknown_removals"]
-    return of / best
+    return best / of * 1e6
 
 
 def _apply(follower: Follower, messages: list[Frames]) -> None:

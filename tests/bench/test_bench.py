@@ -165,7 +165,10 @@ def test_the_backend_reads_bodies_that_come_chunked() -> None:
 
 @pytest.mark.parametrize(
     ("only", "parts"),
-    [("micro", {"edge", "ext_proc", "api", "scheduler", "kv", "tokens", "exchange"}), ("ext_proc", {"ext_proc"})],
+    [
+        ("micro", {"edge", "ext_proc", "api", "scheduler", "kv", "tokens", "events", "exchange"}),
+        ("ext_proc", {"ext_proc"}),
+    ],
 )
 def test_parts_can_be_measured_alone_and_leave_their_figures(only: str, parts: set[str], tmp_path: Path) -> None:
     out = tmp_path / "bench.json"

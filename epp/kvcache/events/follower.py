@@ -144,6 +144,13 @@ class Follower:
             asks += self._plan(self._sequence.connected(now))
         return asks
 
+    def emptied(self) -> None:
+        """The worker is known to hold nothing, though it has not said so yet: it sleeps, say.
+
+        vLLM publishes in engine steps alone, so an idle worker's AllBlocksCleared comes with the next request.
+        """
+        self.ledger.clear()
+
     def work(self, now: float, budget_us: float = float("inf")) -> bool:
         """Apply what has come, of about so many microseconds' cost. True if something is left."""
         todo = self._todo

@@ -178,6 +178,18 @@ def test_a_clearing_makes_a_partial_index_complete() -> None:
     assert [picker.match(prompt_keys(p)) for p in (PROMPTS[3], PROMPTS[4])] == [0, 3]
 
 
+def test_a_worker_known_to_be_empty_before_it_says_so_is_followed_on() -> None:
+    worker, picker = worker_with(SHARED), Picker()
+    picker.answer(worker, picker.follower.connected(0.0))
+    assert worker.clear()
+    picker.follower.emptied()
+    assert picker.match(prompt_keys(SHARED)) == 0
+    step(worker, PROMPTS[4])
+    picker.live(worker.frames[1])
+    assert [picker.match(prompt_keys(p)) for p in (SHARED, PROMPTS[4])] == [0, 3]
+    assert level(picker) == "complete"
+
+
 def test_one_gap_is_one_replay_and_a_removed_block_is_not_revived() -> None:
     worker, picker = Worker(num_blocks=6), Picker()
     picker.answer(worker, picker.follower.connected(0.0))
