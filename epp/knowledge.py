@@ -1,17 +1,19 @@
-"""What the configuration of the moment wants known besides gauges: token ids of prompts.
+"""What the configuration of the moment wants known besides gauges: token ids of prompts, and workers' KV events.
 
-In: the scheduler in force (its configuration names the models), the pool (workers tell their adapters). Out: `Tokens`
-for the director. Loading a model's tokenizer takes a second or two and runs in a thread; until a new one is ready the
-old one serves.
+In: the scheduler in force (its configuration names the models, its precise producer how events are had), the pool. Out:
+`Tokens` for the director, followers for the producer. Loading a model's tokenizer takes a second or two and runs in a
+thread; until a new one is ready the old one serves. A producer that a reload keeps keeps its subscriptions.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from epp.endpoint import Pool
+from epp.endpoint import Endpoint, Pool
+from epp.kvcache.events.subscriber import EventsSettings, Subscriber
+from epp.kvcache.precise import PrecisePrefixCache
 from epp.kvcache.tokens import ModelFolderError, Tokens
 from epp.model_config import ModelConfig
 from epp.scheduler import Scheduler
@@ -23,43 +25,81 @@ class Knowledge:
     """Follows the configuration; `replace` is told of every new `Tokens`, None when no model is registered."""
 
     def __init__(self, pool: Pool, replace: Callable[[Tokens | None], None]) -> None:
+        self.tokens: Tokens | None = None
+        self.producer: PrecisePrefixCache | None = None
+        self.subscriber: Subscriber | None = None
         self._pool = pool
         self._replace = replace
         self._models: tuple[ModelConfig, ...] = ()
-        self._tokens: Tokens | None = None
         self._lock = asyncio.Lock()
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def configure(self, scheduler: Scheduler) -> None:
-        """Load what is new. Raises ModelFolderError, and what was loaded before stays."""
+        """Load what is new, follow what is to be followed.
+
+        Raises ModelFolderError and ValueError (an address that cannot be bound); what was there before stays.
+        """
         async with self._lock:
-            models = scheduler.config.models
-            if models != self._models:
-                tokens = await asyncio.to_thread(self._load, models) if models else None
-                old, self._tokens, self._models = self._tokens, tokens, models
-                self._replace(tokens)
-                if old is not None:
-                    await old.client.close()
+            await self._load(scheduler.config.models)
+            found = [p for p in scheduler.plugins.values() if isinstance(p, PrecisePrefixCache)]
+            await self._subscribe(found[0] if found else None)
 
     def reconfigure(self, scheduler: Scheduler) -> None:
-        """The same in the background, for a running picker: a model that cannot be loaded is logged."""
-        self._task = asyncio.create_task(self._reconfigure(scheduler))
+        """The same in the background, for a running picker: what fails is logged."""
+        task = asyncio.create_task(self._reconfigure(scheduler))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def changed(self, joined: Sequence[Endpoint], left: Sequence[Endpoint]) -> None:
+        """A discovery listener: who is to be followed."""
+        if self.subscriber is not None:
+            self.subscriber.changed(joined, left)
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        if self._tokens is not None:
-            await self._tokens.client.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._subscribe(None)
+        if self.tokens is not None:
+            await self.tokens.client.close()
 
     async def _reconfigure(self, scheduler: Scheduler) -> None:
         try:
             await self.configure(scheduler)
-        except ModelFolderError as error:
-            log.error("a model of the changed configuration cannot be loaded, those before stay: %s", error)
+        except (ModelFolderError, ValueError) as error:
+            log.error(
+                "what the changed configuration wants known cannot be had, what was known before stays: %s", error
+            )
 
-    def _load(self, models: tuple[ModelConfig, ...]) -> Tokens:
-        return Tokens(models, parent=self._parent)
+    async def _load(self, models: tuple[ModelConfig, ...]) -> None:
+        if models == self._models:
+            return
+        tokens = await asyncio.to_thread(Tokens, models, parent=self._parent) if models else None
+        old, self.tokens, self._models = self.tokens, tokens, models
+        self._replace(tokens)
+        if old is not None:
+            await old.client.close()
+
+    async def _subscribe(self, producer: PrecisePrefixCache | None) -> None:
+        if producer is self.producer:
+            return
+        subscriber = None
+        if producer is not None:
+            p = producer.parameters
+            settings = EventsSettings(events_port=p.events_port, replay_port=p.replay_port, bind=p.bind, topic=p.topic)
+            subscriber = Subscriber(producer.index, settings, model=self._model)
+            subscriber.start()
+            producer.followers = subscriber.followers
+            subscriber.changed(self._pool.endpoints, ())
+        old, self.subscriber, self.producer = self.subscriber, subscriber, producer
+        if old is not None:
+            await old.stop()
+
+    def _model(self, endpoint: Endpoint) -> str | None:
+        """The registered name of the model an endpoint serves, once it has told its models."""
+        if self.tokens is None or endpoint.models is None:
+            return None
+        return self.tokens.registered(sorted(endpoint.models))
 
     def _parent(self, adapter: str) -> str:
         """The base model of an adapter, as some worker tells; "" when none does."""

@@ -154,6 +154,7 @@ class Picker:
             options=settings.options,
         )
         self.knowledge = Knowledge(self.pool, self._tokens_replaced)
+        self.membership.listeners.append(self.knowledge.changed)
         self.watcher = (
             ConfigWatcher(settings.config_file, lambda: self.scheduler, self._reconfigured)
             if settings.config_file

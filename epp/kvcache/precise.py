@@ -19,7 +19,6 @@ import numpy as np
 
 from epp.kvcache.blocks import Keys, block_extras, extend, token_root
 from epp.kvcache.events.follower import Follower
-from epp.kvcache.events.ledger import Ledger, ServedAdapters
 from epp.kvcache.index import BlockIndex, Matches, Speculation
 from epp.kvcache.producer import ApproxPrefixCache, PrefixParameters
 from epp.kvcache.tier import Tier
@@ -63,6 +62,15 @@ class PreciseParameters(PrefixParameters):
     min_confidence: Annotated[float, Range(min=0, max=1)] = 0.25
     """A worker believed less than this is scored by the history."""
     restore: Restore = field(default_factory=Restore)
+    events_port: Annotated[int, Range(min=1, max=65_535)] | None = None
+    """Port on which workers publish KV events (rank 0; rank n adds n); unset: each worker is asked (/kv_event_sources).
+    """
+    replay_port: Annotated[int, Range(min=1, max=65_535)] | None = None
+    """Port of their replay sockets; unset with `eventsPort`: there is none."""
+    bind: str = ""
+    """ZeroMQ address to bind for workers that connect, such as tcp://*:5557, instead of dialling workers."""
+    topic: str = ""
+    """What topics on the bound address must begin with."""
 
 
 @dataclass(slots=True)
@@ -106,32 +114,22 @@ class PrecisePrefixCache(Producer[PreciseParameters]):
     def __init__(self, parameters: PreciseParameters, handle: Handle, name: str) -> None:
         super().__init__(parameters, handle, name)
         self.index = BlockIndex(parameters.max_precise_index_megabytes << 20)
-        self.followers: dict[Endpoint, Follower] = {}
+        self.followers: Mapping[Endpoint, Follower] = {}
+        """Of the endpoints whose events are followed; whoever subscribes puts it here."""
         self.counters: Counter[str] = Counter(precise=0, history=0)
         """Requests scored by the index, and by the history alone."""
         self.history = ApproxPrefixCache(parameters, handle, f"{name}/history")
-
-    def follow(self, endpoint: Endpoint, model: str) -> Follower:
-        """Begin to follow an endpoint that serves `model` (its registered name); what it held before is forgotten."""
-        self.forget(endpoint)
-        holder = self.index.join(endpoint)
-        follower = self.followers[endpoint] = Follower(
-            Ledger(self.index, holder, model, adapters=ServedAdapters(endpoint))
-        )
-        return follower
-
-    def forget(self, endpoint: Endpoint) -> None:
-        """Stop following an endpoint and forget what it held."""
-        follower = self.followers.pop(endpoint, None)
-        if follower is not None:
-            self.index.leave(follower.ledger.holder)
 
     def produce(self, request: InferenceRequest, candidates: Candidates) -> None:
         self.index.expire(candidates.now)
         self.history.produce(request, candidates)
         if not request.prompts:
             return
-        known = [(row, f) for row, e in enumerate(candidates) if (f := self.followers.get(e)) and f.ledger.block_size]
+        known = [
+            (row, f, size)
+            for row, e in enumerate(candidates)
+            if (f := self.followers.get(e)) is not None and (size := _block_size(f, e))
+        ]
         if not request.tokens or not known:
             self.counters["history"] += 1
             if request.tokens:
@@ -143,16 +141,20 @@ class PrecisePrefixCache(Producer[PreciseParameters]):
         self._match(request, candidates, known, lookup)
 
     def _match(
-        self, request: InferenceRequest, candidates: Candidates, known: list[tuple[int, Follower]], lookup: _Lookup
+        self,
+        request: InferenceRequest,
+        candidates: Candidates,
+        known: list[tuple[int, Follower, int]],
+        lookup: _Lookup,
     ) -> None:
         """Write what the index says into the candidates, for those whose worker is believed."""
         count = len(candidates)
         by_tier = np.zeros((len(Tier), count))
         by_tier[Tier.GPU] = candidates.cached_tokens
         distrusted = len(known) < count
-        for size in {f.ledger.block_size for _, f in known}:
-            rows = [row for row, f in known if f.ledger.block_size == size]
-            followers = [f for _, f in known if f.ledger.block_size == size]
+        for size in {size for _, _, size in known}:
+            rows = [row for row, _, own in known if own == size]
+            followers = [f for _, f, own in known if own == size]
             trust = np.array([f.confidence.factor for f in followers])
             believed = trust >= self.parameters.min_confidence
             distrusted = distrusted or not believed.all()
@@ -201,13 +203,14 @@ class PrecisePrefixCache(Producer[PreciseParameters]):
             return
         for endpoint in set(endpoints.values()):
             follower = self.followers.get(endpoint)
-            if follower is None or follower.ledger.block_size not in lookup.keys:
+            size = 0 if follower is None else _block_size(follower, endpoint)
+            if follower is None or size not in lookup.keys:
                 continue
             ledger = follower.ledger
             claims = lookup.claims[endpoint] = []
             promised = lookup.predicted[endpoint]
-            for prompt, keys, predicted in zip(lookup.prompts, lookup.keys[ledger.block_size], promised, strict=True):
-                ledger.sent(prompt.ids, keys, ledger.block_size, lookup.adapter)
+            for prompt, keys, predicted in zip(lookup.prompts, lookup.keys[size], promised, strict=True):
+                ledger.sent(prompt.ids, keys, size, lookup.adapter)
                 speculation = self.index.speculate(ledger.holder, keys, request.request_id, lookup.now)
                 claims.append(_Claim(speculation, keys, predicted))
 
@@ -239,7 +242,11 @@ class PrecisePrefixCache(Producer[PreciseParameters]):
 
     def removed(self, endpoint: Endpoint) -> None:
         self.history.removed(endpoint)
-        self.forget(endpoint)
+
+
+def _block_size(follower: Follower, endpoint: Endpoint) -> int:
+    """Tokens a block: as events tell, or, before the first one, as the worker's metrics do; 0 when neither has yet."""
+    return follower.ledger.block_size or endpoint.block_size or 0
 
 
 def _tokens(matches: Matches, size: int, prompt_tokens: int) -> Floats:

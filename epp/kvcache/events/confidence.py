@@ -67,8 +67,9 @@ class Confidence:
 
     @property
     def factor(self) -> float:
-        """What a predicted match counts, 0..1."""
-        return _FACTORS[self.level] * self.kept
+        """What a predicted match counts, 0..1; all of it while the index is complete."""
+        level = self.level
+        return 1.0 if level is Level.COMPLETE else _FACTORS[level] * self.kept
 
     def verified(self, *, yes: bool) -> None:
         """Whether nothing can have passed by: not so while the stream is down, nor after until it is seen to go on."""

@@ -98,6 +98,10 @@ class Tokens:
         model = self._models.get(self._parent(asked))
         return (model.name, asked) if model is not None else ("", "")
 
+    def registered(self, names: Iterable[str]) -> str | None:
+        """The registered base model among the names that a worker serves; None when it serves none."""
+        return next((self._models[name].name for name in names if name in self._models), None)
+
     def local(self, name: str) -> LocalModel | None:
         """What is loaded under a registered name."""
         return self._local.get(name)
