@@ -18,7 +18,7 @@ from epp.kvcache.tier import Tier
 
 
 class FilterTrace(msgspec.Struct, frozen=True):
-    """One filter's effect: addresses that were there before and after it."""
+    """One filter's effect: endpoints that were there before and after it."""
 
     name: str
     before: int
@@ -86,14 +86,14 @@ class Decision(msgspec.Struct, frozen=True):
             "model": self.model,
             "api": self.api,
             "at": self.at,
-            "endpoints": [e.address for e in self.endpoints],
+            "endpoints": [e.key for e in self.endpoints],
             "estimate": {
                 "prompt_tokens": self.estimate.prompt_tokens,
                 "cached_tokens": self.estimate.cached_tokens,
                 "ttft_s": self.estimate.ttft_s,
             },
             "reasons": list(self.reasons),
-            "candidates": [e.address for e in self.candidates],
+            "candidates": [e.key for e in self.candidates],
             "timing": {k: round(v, 6) for k, v in self.timing.items()},
             "profiles": [_profile(p) for p in self.profiles],
         }
@@ -103,16 +103,16 @@ def _profile(trace: ProfileTrace) -> dict[str, Any]:
     return {
         "name": trace.name,
         "filters": [
-            {"name": f.name, "before": f.before, "kept": [e.address for e in f.kept], "fault": f.fault}
+            {"name": f.name, "before": f.before, "kept": [e.key for e in f.kept], "fault": f.fault}
             for f in trace.filters
         ],
-        "candidates": [e.address for e in trace.candidates],
+        "candidates": [e.key for e in trace.candidates],
         "scorers": [
             {"name": s.name, "weight": s.weight, "raw": _numbers(s.raw), "fault": s.fault} for s in trace.scorers
         ],
         "totals": _numbers(trace.totals),
         "picker": trace.picker,
-        "chosen": [e.address for e in trace.chosen],
+        "chosen": [e.key for e in trace.chosen],
         "cached_tokens": _numbers(trace.cached_tokens),
         "expected_ttft": _numbers(trace.expected_ttft),
         "cached_by_tier": _tiers(trace.cached_by_tier),

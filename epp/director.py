@@ -43,6 +43,9 @@ REQUEST_ID = "x-request-id"
 MODEL_REWRITE = "x-gateway-model-name-rewrite"
 """Request header that names the model to ask the worker for (set by a client or an earlier filter)."""
 
+DATA_PARALLEL_RANK = "x-data-parallel-rank"
+"""Request header that picks the engine behind a port that has several (vLLM)."""
+
 MAX_REQUEST_ID = 128
 
 NOT_SHOWN = "body-not-shown"
@@ -266,9 +269,13 @@ class Director:
         # What may raise comes before the load is counted: from then on only the flight's landing takes it back.
         body, undoing = self._rewrite(request, body, response_shown)
         key = str(next(self._keys)) if self.options.observe_responses else ""
+        picked = decision.endpoints[0]
+        set_headers = {} if REQUEST_ID in request.headers else {REQUEST_ID: request.request_id}
+        if picked.ranks > 1:
+            set_headers[DATA_PARALLEL_RANK] = str(picked.rank)
         steering = Steering(
-            addresses=tuple(e.address for e in decision.endpoints),
-            set_headers={} if REQUEST_ID in request.headers else {REQUEST_ID: request.request_id},
+            addresses=_addresses(decision.endpoints),
+            set_headers=set_headers,
             body=body,
             response_headers=self._response_headers(scheduler, request, decision, now),
             response_transform=undoing,
@@ -376,7 +383,7 @@ class Director:
         """The gateway fell back to another endpoint: the picked one did not answer, and the load is on the other."""
         self.metrics.reasons["served-elsewhere"] += 1
         self.health.failed(flight.endpoint, now, "the gateway fell back to another endpoint", flight.picked_at)
-        other = self.pool.by_address.get(served)
+        other = self.pool.served_by(served, flight.endpoint)
         if other is None or flight.load is None:
             return
         flight.load.release()
@@ -475,7 +482,7 @@ class Director:
     def _note_misread(self, flight: Flight) -> None:
         """Usage in a response, or an event of it, could not be read: passed on as it came, its tokens not counted."""
         if not self.metrics.reasons["usage-unreadable"]:
-            log.warning("usage in a response of %s cannot be read (said once)", flight.endpoint.address)
+            log.warning("usage in a response of %s cannot be read (said once)", flight.endpoint.key)
         self.metrics.reasons["usage-unreadable"] += 1
 
     def endpoints_left(self, endpoints: Sequence[Endpoint], now: float) -> None:
@@ -483,6 +490,15 @@ class Director:
         scheduler = self.scheduler()
         for endpoint in endpoints:
             scheduler.removed(endpoint, now)
+
+
+def _addresses(endpoints: Sequence[Endpoint]) -> tuple[str, ...]:
+    """The destination and its fallbacks, each address once.
+
+    The header that names the rank stays as it is when a gateway falls back: only where that rank exists can it.
+    """
+    rank = endpoints[0].rank if endpoints[0].ranks > 1 else 0
+    return tuple(dict.fromkeys(e.address for e in endpoints if e.ranks > rank))
 
 
 def _weight(decision: Decision) -> int:

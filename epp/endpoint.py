@@ -43,7 +43,11 @@ ROLE_LABEL = "llm-d.ai/role"
 
 
 class Endpoint:
-    """One address `ip:port` that serves requests. Compared by identity: an address gone and back is a new one."""
+    """Where a request can be sent: an address `ip:port`, or one data-parallel rank of several behind an address.
+
+    Compared by identity: an address gone and back is a new one. `address` is what a gateway is told, `key` what names
+    the endpoint among all others: the address, with `@RANK` where ranks share it.
+    """
 
     __slots__ = (
         "address",
@@ -54,6 +58,7 @@ class Endpoint:
         "host",
         "in_flight",
         "in_flight_tokens",
+        "key",
         "labels",
         "lora",
         "models",
@@ -62,6 +67,7 @@ class Endpoint:
         "pool",
         "port",
         "rank",
+        "ranks",
         "remote_in_flight",
         "remote_tokens",
         "remote_unseen",
@@ -81,14 +87,18 @@ class Endpoint:
         name: str = "",
         labels: Mapping[str, str] | None = None,
         rank: int = 0,
+        ranks: int = 1,
         engine: str = "auto",
     ) -> None:
         self.host = host
         self.port = port
-        self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        self.name = name or self.address
+        self.address, self.key = address_and_key(host, port, rank, ranks)
+        self.name = name or self.key
         self.labels: Mapping[str, str] = dict(labels or {})
         self.rank = rank
+        """Its data-parallel rank: among the ports of its host, or behind its port."""
+        self.ranks = ranks
+        """Ranks behind its port. With more than one, a request header says which of them is meant."""
         self.engine = engine
         """What it is said to be by its label ("auto": nobody said), then what its metrics showed."""
         self.available = True
@@ -118,7 +128,7 @@ class Endpoint:
         self.row = -1
 
     def __repr__(self) -> str:
-        return f"Endpoint({self.address})"
+        return f"Endpoint({self.key})"
 
     def set(self, column: str, value: float) -> None:
         """Write one live value of this endpoint (a name of `COLUMNS`); no effect once it left its pool."""
@@ -169,6 +179,12 @@ class Endpoint:
         self.unseen_before_scrape = 0
         self.seen_epoch = self.scrape_epoch
         self.set("scraped_at", now)
+
+
+def address_and_key(host: str, port: int, rank: int, ranks: int) -> tuple[str, str]:
+    """`ip:port`, IPv6 in brackets, and the key of one of so many ranks behind it."""
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return address, f"{address}@{rank}" if ranks > 1 else address
 
 
 class Load:
@@ -222,7 +238,7 @@ class Pool:
     def __init__(self, endpoints: Iterable[Endpoint] = ()) -> None:
         self.version = 0
         self.endpoints: list[Endpoint] = []
-        self.by_address: dict[str, Endpoint] = {}
+        self.by_key: dict[str, Endpoint] = {}
         self.columns: dict[str, Floats] = {name: np.full(16, _initial(name)) for name in COLUMNS}
         self._whole_columns: dict[str, Floats] = {}
         self._everyone: tuple[Endpoint, ...] = ()
@@ -232,7 +248,7 @@ class Pool:
         return len(self.endpoints)
 
     def update(self, *, add: Iterable[Endpoint] = (), remove: Iterable[Endpoint] = ()) -> None:
-        """Take endpoints out and in, in one stroke. Adding an address that is present is an error of the caller."""
+        """Take endpoints out and in, in one stroke. Adding a key that is present is an error of the caller."""
         for endpoint in remove:
             if endpoint.pool is self:
                 self._remove(endpoint)
@@ -243,15 +259,15 @@ class Pool:
         self._everyone = tuple(self.endpoints)
 
     def _add(self, endpoint: Endpoint) -> None:
-        if endpoint.address in self.by_address:
-            raise ValueError(f"endpoint {endpoint.address} is already in the pool")
+        if endpoint.key in self.by_key:
+            raise ValueError(f"endpoint {endpoint.key} is already in the pool")
         row = len(self.endpoints)
         for name, column in self.columns.items():
             if row == len(column):
                 column = self.columns[name] = np.concatenate([column, np.full(row, _initial(name))])
             column[row] = _initial(name)
         self.endpoints.append(endpoint)
-        self.by_address[endpoint.address] = endpoint
+        self.by_key[endpoint.key] = endpoint
         endpoint.pool, endpoint.row = self, row
         endpoint.count(requests=0, tokens=0)
 
@@ -264,7 +280,7 @@ class Pool:
                 column[row] = column[last.row]
             self.endpoints[row] = last
             last.row = row
-        del self.by_address[endpoint.address]
+        del self.by_key[endpoint.key]
         endpoint.pool, endpoint.row = None, -1
 
     def whole_column(self, name: str) -> Floats:
@@ -275,10 +291,21 @@ class Pool:
             view.flags.writeable = False
         return view
 
+    def served_by(self, address: str, picked: Endpoint) -> Endpoint | None:
+        """The endpoint that served a request meant for `picked`, when a gateway says it went to `address`.
+
+        The header that names a rank stays on a request that is sent elsewhere: the rank of that number served it. A
+        request without one went to whichever rank the worker chose; the one with the fewest in flight is assumed.
+        """
+        alone = self.by_key.get(address)
+        if alone is not None or picked.ranks > 1:
+            return alone or self.by_key.get(f"{address}@{picked.rank}")
+        return min((e for e in self.endpoints if e.address == address), key=lambda e: e.in_flight, default=None)
+
     def candidates(self, now: float, subset: frozenset[str] | None = None) -> Candidates:
         """The endpoints a request may go to: available ones, and inside `subset` when one is given.
 
-        `subset` holds `ip:port` or a bare address, which stands for each port there.
+        `subset` holds `ip:port` or a bare address, which stands for each port there, and either for all its ranks.
         """
         endpoints = self._everyone
         if subset is None:

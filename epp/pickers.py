@@ -77,7 +77,7 @@ class WeightedRandomPicker(Picker[HowMany]):
 
 
 class RoundRobinPicker(Picker[HowMany]):
-    """Strict rotation in the order of addresses, for each target model on its own, whatever the scores."""
+    """Strict rotation in the order of addresses and ranks, for each target model on its own, whatever the scores."""
 
     type = "round-robin-picker"
     Parameters = HowMany
@@ -91,7 +91,7 @@ class RoundRobinPicker(Picker[HowMany]):
     def pick(self, request: InferenceRequest, candidates: Candidates, scores: Floats) -> Sequence[int]:
         last = self._last.pop(request.target_model, "")
         # Addresses after the last one come first; what joined or left in between does not disturb the order.
-        order = sorted((e.address <= last, e.address, i) for i, e in enumerate(candidates))
+        order = sorted((e.key <= last, e.key, i) for i, e in enumerate(candidates))
         self._last[request.target_model] = order[0][1]
         if len(self._last) > self.models:
             self._last.popitem(last=False)

@@ -272,7 +272,7 @@ def test_a_failure_from_before_the_backoff_ends_no_trial() -> None:
     rig = Rig(endpoints=2)
     old = rig.open()
     old.request(chunks=[ASK])
-    out = rig.pool.by_address[old.destination.split(",")[0]]
+    out = rig.pool.by_key[old.destination.split(",")[0]]
     for _ in range(3):
         rig.health.failed(out, rig.clock.time, "status 503")
     rig.clock.advance(5)
@@ -286,7 +286,7 @@ def test_an_endpoint_that_served_in_anothers_place_bears_the_load_and_the_other_
     rig = Rig(endpoints=2)
     stream = rig.open()
     stream.request(chunks=[ASK])
-    picked = rig.pool.by_address[stream.destination.split(",")[0]]
+    picked = rig.pool.by_key[stream.destination.split(",")[0]]
     (other,) = (e for e in rig.pool.endpoints if e is not picked)
     tokens = picked.in_flight_tokens
     stream.metadata_context = metadata(envoy__lb={"x-gateway-destination-endpoint-served": other.address})

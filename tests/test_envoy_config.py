@@ -131,6 +131,7 @@ def test_control_headers_of_clients_are_removed_before_any_filter(mode: Mode, pr
         "x-prefiller-host-port",
         "x-encoder-hosts-ports",
         "x-data-parallel-host-port",
+        "x-data-parallel-rank",
     }
 
 

@@ -1,6 +1,7 @@
 """DNS discovery: endpoints from A/AAAA records with given ports, or from SRV records that bring their own.
 
     workers.example:8000-8007=role=decode      every address of the name, with these ports (ranks)
+    workers.example:8000=dp=8                  with eight data-parallel ranks behind the port
     _http._tcp.workers.example                 every target and port of the SRV records
 
 An answer is asked for again when its TTL is over, but not more often than `min_ttl_s` and not later than `max_ttl_s`.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import dns.asyncresolver
@@ -39,6 +41,8 @@ class DnsTarget:
     query: str
     ports: tuple[int, ...] = ()
     labels: dict[str, str] = field(default_factory=dict)
+    ranks: int = 1
+    """Data-parallel ranks behind each port."""
 
 
 def parse_dns(text: str) -> DnsTarget:
@@ -46,8 +50,8 @@ def parse_dns(text: str) -> DnsTarget:
     where, _, pairs = text.partition("=")
     try:
         query, ports = (where, ()) if where.startswith("_") else split_ports(where)
-        name, labels = parse_pairs(pairs)
-        if name:
+        own = parse_pairs(pairs)
+        if own.name:
             raise ValueError("endpoints found by DNS have their address for a name")
         if (
             len(query) > MAX_NAME
@@ -57,7 +61,7 @@ def parse_dns(text: str) -> DnsTarget:
             raise ValueError(
                 f"{query!r} is not a DNS name" + ("; SRV records bring their ports" if ":" in query else "")
             )
-        return DnsTarget(query, ports, labels)
+        return DnsTarget(query, ports, own.labels, own.ranks)
     except ValueError as error:
         raise ValueError(f"DNS target {text!r}: {error}") from None
 
@@ -125,8 +129,7 @@ class DnsDiscovery:
         target = self.target
         if target.ports:
             addresses, ttl_s = await self._addresses(target.query)
-            specs = [spec for host in addresses for spec in expand(host, target.ports, "", target.labels)]
-            return specs, ttl_s
+            return self._specs(dict.fromkeys(addresses, target.ports)), ttl_s
         records, ttl_s = await self._ask(target.query, "SRV")
         ports: dict[str, set[int]] = {}
         for record in records:
@@ -138,7 +141,11 @@ class DnsDiscovery:
             ttl_s = min(ttl_s, found[1])
             for host in found[0]:
                 by_host.setdefault(host, set()).update(ports[name])
-        return [s for host, of_host in by_host.items() for s in expand(host, sorted(of_host), "", target.labels)], ttl_s
+        return self._specs({host: sorted(of_host) for host, of_host in by_host.items()}), ttl_s
+
+    def _specs(self, ports: Mapping[str, Sequence[int]]) -> list[EndpointSpec]:
+        target = self.target
+        return [spec for host in ports for spec in expand(host, ports[host], "", target.labels, target.ranks)]
 
     async def _addresses(self, name: str) -> tuple[list[str], float]:
         kinds = ("A", "AAAA")

@@ -50,7 +50,7 @@ class EnvoyFile:
     def _write(self) -> None:
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
-            draft.write_text(load_assignment([(e.host, e.port) for e in self.pool.endpoints]))
+            draft.write_text(load_assignment(list(dict.fromkeys((e.host, e.port) for e in self.pool.endpoints))))
             draft.replace(self.path)
         except OSError:
             with contextlib.suppress(OSError):

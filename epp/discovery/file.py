@@ -5,6 +5,7 @@
         ports: 8000-8007         # a port, a range, or a list of them: the host's data-parallel ranks, in this order
         name: worker-0           # default: ADDRESS:PORT
         role: decode             # label llm-d.ai/role
+        dataParallelSize: 8      # ranks behind each port (vllm serve --data-parallel-size); default 1
         engine: vllm             # label llm-d.ai/engine-type; default: found out from its metrics
         labels: {zone: a}
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from epp.decoding import decode
-from epp.discovery.membership import SHORT_LABELS, EndpointSpec, Publish, expand, parse_host, parse_ports
+from epp.discovery.membership import SHORT_LABELS, EndpointSpec, Publish, expand, parse_host, parse_ports, parse_ranks
 from epp.document import Node, Problem, Problems, UnreadableFile, join, parse, read_file, show, unknown
 
 log = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class _Entry:
     name: str = ""
     role: str = ""
     engine: str = ""
+    data_parallel_size: int = 1
     labels: dict[str, str] = field(default_factory=dict)
 
 
@@ -138,6 +140,8 @@ def _entry(node: Node, path: str, problems: Problems) -> list[EndpointSpec]:
         host = parse_host(entry.address)
         key = "ports"
         ports = _ports(entry.ports)
+        key = "dataParallelSize"
+        ranks = parse_ranks(str(entry.data_parallel_size))
         for key, value in (("role", entry.role), ("engine", entry.engine)):
             label, check = SHORT_LABELS[key]
             if value and label in labels:
@@ -147,7 +151,7 @@ def _entry(node: Node, path: str, problems: Problems) -> list[EndpointSpec]:
     except ValueError as error:
         problems.add(node.keys.get(key, node.line), join(path, key), str(error))
         return []
-    return expand(host, ports, entry.name, labels)
+    return expand(host, ports, entry.name, labels, ranks)
 
 
 def _ports(value: Any) -> tuple[int, ...]:

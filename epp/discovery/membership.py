@@ -2,8 +2,8 @@
 
 In: each source publishes the whole set of endpoints it knows, whenever that changed. Out: `Pool.update`, and listeners
 told which endpoint objects joined and left. An endpoint that is still named by some source, at the same address and
-under the same name, stays the same object: its counts and history survive a reload, and new labels are put on it where
-it is. Another name at the same address is another worker: a new object.
+rank and under the same name, stays the same object: its counts and history survive a reload, and new labels are put on
+it where it is. Another name at the same address is another worker: a new object.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
-from epp.endpoint import ENGINE_LABELS, ENGINES, ROLE_LABEL, Endpoint, Pool
+from epp.endpoint import ENGINE_LABELS, ENGINES, ROLE_LABEL, Endpoint, Pool, address_and_key
 
 log = logging.getLogger(__name__)
 
 ROLES = ("prefill", "decode", "both", "prefill-decode", "encode", "encode-prefill", "encode-prefill-decode")
 MAX_PORTS = 64
+MAX_RANKS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class EndpointSpec:
     name: str = ""
     labels: Mapping[str, str] = field(default_factory=dict)
     rank: int = 0
+    ranks: int = 1
+    """Data-parallel ranks behind the port; each is an endpoint with a spec of its own."""
 
 
 Publish = Callable[[Sequence[EndpointSpec]], None]
@@ -99,17 +102,20 @@ class Membership:
         """Take the whole of what `source` knows now."""
         self._known[source] = specs
         wanted: dict[str, EndpointSpec] = {}
+        ranks: dict[str, int] = {}
         for known in self._known.values():
             for spec in known:
-                wanted.setdefault(_address(spec.host, spec.port), spec)
+                address, key = address_and_key(spec.host, spec.port, spec.rank, spec.ranks)
+                if ranks.setdefault(address, spec.ranks) == spec.ranks:
+                    wanted.setdefault(key, spec)
         joined: list[Endpoint] = []
         left: list[Endpoint] = []
         for endpoint in self.pool.endpoints:
-            spec_now = wanted.get(endpoint.address)
-            if spec_now is None or (spec_now.name or endpoint.address) != endpoint.name:
+            spec_now = wanted.get(endpoint.key)
+            if spec_now is None or (spec_now.name or endpoint.key) != endpoint.name:
                 left.append(endpoint)
             else:
-                del wanted[endpoint.address]
+                del wanted[endpoint.key]
                 self._relabel(endpoint, spec_now)
         for spec in wanted.values():
             joined.append(
@@ -119,6 +125,7 @@ class Membership:
                     name=spec.name,
                     labels=spec.labels,
                     rank=spec.rank,
+                    ranks=spec.ranks,
                     engine=_engine(spec.labels, "auto"),
                 )
             )
@@ -135,7 +142,7 @@ class Membership:
             endpoint.labels = dict(spec.labels)
             endpoint.engine = _engine(spec.labels, endpoint.engine)
             self._counters["relabelled"] += 1
-        endpoint.rank = spec.rank
+        endpoint.rank, endpoint.ranks = spec.rank, spec.ranks
 
     def _report(self, source: str, joined: list[Endpoint], left: list[Endpoint]) -> None:
         if not joined and not left:
@@ -173,8 +180,25 @@ def parse_ports(text: str) -> tuple[int, ...]:
     return tuple(range(low, high + 1))
 
 
-def expand(host: str, ports: Sequence[int], name: str, labels: Mapping[str, str]) -> list[EndpointSpec]:
-    """One spec per port; several ports of one host are its data-parallel ranks 0, 1, ..., named `NAME-rank-N`."""
+def parse_ranks(text: str) -> int:
+    """How many data-parallel ranks there are behind a port. ValueError otherwise."""
+    if not (text.isascii() and text.isdigit() and len(text) <= 4 and 1 <= int(text) <= MAX_RANKS):
+        raise ValueError(f"{text!r} is not a number of data-parallel ranks (1 to {MAX_RANKS})")
+    return int(text)
+
+
+def expand(host: str, ports: Sequence[int], name: str, labels: Mapping[str, str], ranks: int = 1) -> list[EndpointSpec]:
+    """One spec per port; several ports of one host are its data-parallel ranks 0, 1, ..., named `NAME-rank-N`.
+
+    Behind a port with several `ranks`, a spec for each of them; several such ports are servers of their own.
+    """
+    if ranks > 1:
+        names = {port: name and (f"{name}-{port}" if len(ports) > 1 else name) for port in ports}
+        return [
+            EndpointSpec(host, port, names[port] and f"{names[port]}-rank-{rank}", labels, rank, ranks)
+            for port in ports
+            for rank in range(ranks)
+        ]
     if len(ports) == 1:
         return [EndpointSpec(host, ports[0], name, labels)]
     return [
@@ -199,10 +223,6 @@ SHORT_LABELS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "engine": (ENGINE_LABELS[0], check_engine),
 }
 """Short key of `--endpoint` and of the endpoint file -> the label it stands for, and its check."""
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _engine(labels: Mapping[str, str], otherwise: str) -> str:

@@ -2,16 +2,18 @@
 
     10.0.0.1:8000                                one endpoint
     [fd00::1]:8000-8007=role=decode,zone=a       eight data-parallel ranks of one host, with a role and a label
+    10.0.0.1:8000=dp=8                           eight data-parallel ranks behind one port
 
-`name`, `role` and `engine` are the endpoint's own; every other key is a label as it stands.
+`name`, `role`, `engine` and `dp` are the endpoint's own; every other key is a label as it stands.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from epp.discovery.membership import SHORT_LABELS, EndpointSpec, Publish, expand, parse_host, parse_ports
+from epp.discovery.membership import SHORT_LABELS, EndpointSpec, Publish, expand, parse_host, parse_ports, parse_ranks
 
 
 class StaticDiscovery:
@@ -26,11 +28,12 @@ class StaticDiscovery:
         self._specs: list[EndpointSpec] = []
         seen: set[tuple[str, int]] = set()
         for text in endpoints:
-            for spec in parse_endpoint(text):
+            specs = parse_endpoint(text)
+            for spec in specs:
                 if (spec.host, spec.port) in seen:
                     raise ValueError(f"endpoint {text!r}: port {spec.port} of {spec.host} is given twice")
-                seen.add((spec.host, spec.port))
-                self._specs.append(spec)
+            seen.update((spec.host, spec.port) for spec in specs)
+            self._specs += specs
 
     async def start(self, publish: Publish) -> None:
         publish(self._specs)
@@ -45,8 +48,8 @@ def parse_endpoint(text: str) -> list[EndpointSpec]:
     where, _, pairs = text.partition("=")
     try:
         host, ports = split_ports(where)
-        name, labels = parse_pairs(pairs)
-        return expand(parse_host(host), ports, name, labels)
+        own = parse_pairs(pairs)
+        return expand(parse_host(host), ports, own.name, own.labels, own.ranks)
     except ValueError as error:
         raise ValueError(f"endpoint {text!r}: {error}") from None
 
@@ -61,9 +64,18 @@ def split_ports(where: str) -> tuple[str, tuple[int, ...]]:
     return host, parse_ports(ports)
 
 
-def parse_pairs(text: str) -> tuple[str, dict[str, str]]:
-    """`KEY=VALUE,...` as a name and labels."""
+class Pairs(NamedTuple):
+    """What is said of an endpoint behind its address."""
+
+    name: str
+    labels: dict[str, str]
+    ranks: int
+
+
+def parse_pairs(text: str) -> Pairs:
+    """`KEY=VALUE,...`: `name`, `dp` (data-parallel ranks behind each port), and labels."""
     name = ""
+    ranks = 1
     labels: dict[str, str] = {}
     for pair in text.split(",") if text else ():
         key, equals, value = pair.partition("=")
@@ -72,8 +84,11 @@ def parse_pairs(text: str) -> tuple[str, dict[str, str]]:
         if key == "name":
             name = value
             continue
+        if key == "dp":
+            ranks = parse_ranks(value)
+            continue
         label, check = SHORT_LABELS.get(key, (key, str))
         if label in labels:
             raise ValueError(f"{key} is given twice")
         labels[label] = check(value)
-    return name, labels
+    return Pairs(name, labels, ranks)

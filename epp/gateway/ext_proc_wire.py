@@ -38,6 +38,7 @@ CONTROL_HEADERS: Final = (
     "x-prefiller-host-port",
     "x-encoder-hosts-ports",
     "x-data-parallel-host-port",
+    "x-data-parallel-rank",
     "x-gateway-inference-fairness-id",
     "x-gateway-inference-objective",
     "x-gateway-model-name-rewrite",

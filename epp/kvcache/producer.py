@@ -105,7 +105,7 @@ class ApproxPrefixCache(Producer[PrefixParameters]):
             return
         served: Endpoint | None = endpoint
         if outcome.served not in ("", endpoint.address):
-            served = endpoint.pool.by_address.get(outcome.served) if endpoint.pool is not None else None
+            served = endpoint.pool.served_by(outcome.served, endpoint) if endpoint.pool is not None else None
         failed = (outcome.status or 200) >= 400
         if failed or served is not lookup.destination:
             self._retract(lookup, lookup.destination)

@@ -81,7 +81,9 @@ def _endpoint(pool: Pool, row: int) -> dict[str, Any]:
     endpoint = pool.endpoints[row]
     columns = {name: float(pool.columns[name][row]) for name in COLUMNS}
     return {
+        "endpoint": endpoint.key,
         "address": endpoint.address,
+        "rank": endpoint.rank,
         "name": endpoint.name,
         "available": endpoint.available,
         "labels": dict(endpoint.labels),

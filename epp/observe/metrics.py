@@ -198,7 +198,7 @@ class Metrics(Collector):
         for name, text, read in _PER_ENDPOINT:
             family = GaugeMetricFamily(name, text, labels=["name", "model_server_pod"])
             for endpoint in pool.endpoints:
-                family.add_metric([self.pool_name, endpoint.address], read(endpoint))
+                family.add_metric([self.pool_name, endpoint.key], read(endpoint))
             yield family
 
 

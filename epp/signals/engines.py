@@ -4,8 +4,8 @@ In: a page of metrics and the engine it is thought to be. Out: a `Reading`: queu
 
 Several series of one gauge mean several engines behind one port (vLLM's internal data parallelism has an `engine`
 label) or several models in one process. A request sent to the port may land in any of them, so the port's load is all
-of theirs: waiting and running are summed, KV usage is the mean. What a page does not say is unknown (NaN or None),
-never 0.
+of theirs: waiting and running are summed, KV usage is the mean. Where the picker chooses the engine, each has a reading
+of its own (`Reading.by_rank`). What a page does not say is unknown (NaN or None), never 0.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class Engine:
     waiting: tuple[Metric, ...]
     running: tuple[Metric, ...]
     kv_usage: tuple[Metric, ...]
+    rank_label: str = "engine"
+    """Tells the series of data-parallel ranks behind one port apart."""
     path: str = "/metrics"
     narrow_path: str = ""
     """Where the same page can be had for chosen families, by `?name[]=`."""
@@ -89,6 +91,7 @@ BY_NAME: Mapping[str, Engine] = {
             waiting=(Metric("sglang:num_queue_reqs"),),
             running=(Metric("sglang:num_running_reqs"),),
             kv_usage=(Metric("sglang:token_usage"),),
+            rank_label="dp_rank",
             cache_info="sglang:cache_config_info",
             block_size_label="page_size",
             blocks_label="num_pages",
@@ -133,6 +136,8 @@ class Reading:
     cache_blocks: int | None = None
     """Blocks that can hold KV, all engines of the port together."""
     malformed: int = 0
+    by_rank: tuple[Reading, ...] = ()
+    """What the page says of each data-parallel rank, where several were asked for."""
 
     @property
     def unknown(self) -> list[str]:
@@ -150,15 +155,38 @@ class Reading:
 NOTHING = Reading("")
 
 
-def read(page: bytes, engine: str) -> Reading:
-    """Read a page as that engine's; where it is another's, or `engine` is none of ours ("auto"), find out whose."""
+def read(page: bytes, engine: str, ranks: int = 1) -> Reading:
+    """Read a page as that engine's; where it is another's, or `engine` is none of ours ("auto"), find out whose.
+
+    With several `ranks`, the reading also has one of each.
+    """
     malformed = 0
     for candidate in sorted(BY_NAME.values(), key=lambda e: e.name != engine):
-        reading = _read_as(candidate, read_page(page, candidate.names))
+        found = read_page(page, candidate.names)
+        reading = _read_as(candidate, found)
         malformed += reading.malformed
         if len(reading.unknown) < 3:
-            return reading
+            return replace(reading, by_rank=_by_rank(candidate, found, reading, ranks)) if ranks > 1 else reading
     return replace(NOTHING, malformed=malformed)
+
+
+def _by_rank(engine: Engine, page: Page, whole: Reading, ranks: int) -> tuple[Reading, ...]:
+    """Ranks share adapters and the blocks' size and number; the rest is what each one's own series say."""
+    blocks = None if whole.cache_blocks is None else whole.cache_blocks // ranks or None
+    shared = replace(whole, cache_blocks=blocks)
+    return tuple(
+        replace(
+            shared,
+            waiting=_sum(_series(page, _of_rank(engine, engine.waiting, rank))),
+            running=_sum(_series(page, _of_rank(engine, engine.running, rank))),
+            kv_usage=_mean(_series(page, _of_rank(engine, engine.kv_usage, rank))),
+        )
+        for rank in range(ranks)
+    )
+
+
+def _of_rank(engine: Engine, metrics: Sequence[Metric], rank: int) -> list[Metric]:
+    return [replace(metric, labels=(*metric.labels, (engine.rank_label, str(rank)))) for metric in metrics]
 
 
 def _read_as(engine: Engine, page: Page) -> Reading:

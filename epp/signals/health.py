@@ -183,7 +183,7 @@ class Health:
         state.trial_picked_at = None
         endpoint.available = False
         self.counters["ejected"] += 1
-        log.warning("%s is out for %.1f s or more (%s)", endpoint.address, backoff_s, why)
+        log.warning("%s is out for %.1f s or more (%s)", endpoint.key, backoff_s, why)
 
     def _try(self, endpoint: Endpoint, state: _State, now: float) -> None:
         state.phase, state.since, state.trial_picked_at = Phase.TRIAL, now, None
@@ -195,7 +195,7 @@ class Health:
         endpoint.available = True
         endpoint.set("ready_at", now)
         self.counters["returned"] += 1
-        log.info("%s is back", endpoint.address)
+        log.info("%s is back", endpoint.key)
 
     def _limit(self) -> int:
         """How many endpoints may be out."""

@@ -4,8 +4,9 @@ In: the pool's members, through `changed` (a discovery listener). Out: the colum
 `scraped_at`, the count of unseen requests, the endpoint's `lora`, `block_size`, `cache_blocks`, `models`, `engine`; and
 one outcome per scrape to a listener (health).
 
-One task an endpoint, each with its own timeout, the next scrape only after the last: a worker that accepts and never
-answers delays nobody, and nothing piles up. Where an engine can answer for chosen families alone, it is asked so.
+One task an address, each with its own timeout, the next scrape only after the last: a worker that accepts and never
+answers delays nobody, and nothing piles up. Where an engine can answer for chosen families alone, it is asked so. Of
+several data-parallel ranks behind an address the page is read once, and shared out among their endpoints.
 
 When scrapes fail, the last values stand and `scraped_at` tells their age: from `Candidates.fresh` they are stale. After
 `forget_s` they are unknown (NaN): a queue length of half a minute ago is worth less than the picker's own counts.
@@ -73,25 +74,34 @@ class Scraper:
         self._clock = clock
         self._random = random
         self._listener = listener
-        self._tasks: dict[Endpoint, asyncio.Task[None]] = {}
+        self._targets: dict[str, _Target] = {}
         self._session: aiohttp.ClientSession | None = None
 
     @property
     def interval_s(self) -> float:
-        """Seconds between two scrapes of one endpoint, for a pool of this size."""
-        return max(self.settings.interval_s, len(self._tasks) / self.settings.max_rate)
+        """Seconds between two scrapes of one address, for a pool of this size."""
+        return max(self.settings.interval_s, len(self._targets) / self.settings.max_rate)
 
     def changed(self, joined: Sequence[Endpoint], left: Sequence[Endpoint]) -> None:
         """Begin with those that joined, end with those that left. Called on the event loop."""
         for endpoint in left:
-            if task := self._tasks.pop(endpoint, None):
-                task.cancel()
+            target = self._targets.get(endpoint.address)
+            if target is None or endpoint not in target.ranks:
+                continue
+            target.ranks.remove(endpoint)
+            if not target.ranks:
+                target.task.cancel()
+                del self._targets[endpoint.address]
         for endpoint in joined:
-            self._tasks[endpoint] = asyncio.get_running_loop().create_task(self._run(endpoint))
+            if target := self._targets.get(endpoint.address):
+                target.ranks.append(endpoint)
+            else:
+                target = self._targets[endpoint.address] = _Target(endpoint)
+                target.task = asyncio.get_running_loop().create_task(self._run(target))
 
     async def stop(self) -> None:
-        tasks = list(self._tasks.values())
-        self._tasks.clear()
+        tasks = [target.task for target in self._targets.values()]
+        self._targets.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -99,10 +109,9 @@ class Scraper:
             await self._session.close()
             self._session = None
 
-    async def _run(self, endpoint: Endpoint) -> None:
-        target = _Target(endpoint)
+    async def _run(self, target: _Target) -> None:
         # Spread the first scrapes, so that a big pool is not scraped in bursts ever after.
-        spread_s = max(min(self.settings.interval_s, 0.2), len(self._tasks) / self.settings.max_rate)
+        spread_s = max(min(self.settings.interval_s, 0.2), len(self._targets) / self.settings.max_rate)
         await asyncio.sleep(self._random.random() * spread_s)
         while True:
             try:
@@ -110,79 +119,80 @@ class Scraper:
             except Exception:
                 # A fault of ours or of the library must not end an endpoint's scraping for good.
                 self.counters["faults"] += 1
-                log.exception("%s: scraping failed", endpoint.address)
+                log.exception("%s: scraping failed", target.address)
             await asyncio.sleep(self.interval_s * self._random.uniform(0.9, 1.1))
 
     async def _turn(self, target: _Target) -> None:
-        endpoint = target.endpoint
         outcome = await self._scrape(target)
         now = self._clock()
         self.counters[outcome] += 1
-        if outcome is not Outcome.GOOD and now - endpoint.get("scraped_at") > self.settings.forget_s:
-            _forget(endpoint)
-        self._listener(endpoint, now, outcome)
+        for endpoint in target.ranks:
+            if outcome is not Outcome.GOOD and now - endpoint.get("scraped_at") > self.settings.forget_s:
+                _forget(endpoint)
+            self._listener(endpoint, now, outcome)
         if now >= target.models_due and outcome not in (Outcome.REFUSED, Outcome.TIMEOUT):
             target.models_due = now + self.settings.models_interval_s
-            await self._models(endpoint)
+            await self._models(target)
 
     async def _scrape(self, target: _Target) -> Outcome:
-        endpoint = target.endpoint
-        endpoint.scrape_began()
+        scraped = tuple(target.ranks)
+        for endpoint in scraped:
+            endpoint.scrape_began()
         outcome, reading = await self._read(target)
         if target.narrow and outcome not in (Outcome.REFUSED, Outcome.TIMEOUT) and not target.tells_all(reading):
             target.widen()
             outcome, reading = await self._read(target)
         if outcome is Outcome.GOOD:
-            self._apply(target, reading)
+            self._apply(target, reading, scraped)
             return outcome
         target.failed(outcome)
         target.report(outcome)
         return outcome
 
     async def _read(self, target: _Target) -> tuple[Outcome, engines.Reading]:
-        outcome, page = await self._get(target.endpoint, target.path, MAX_PAGE_BYTES)
+        outcome, page = await self._get(target.address, target.path, MAX_PAGE_BYTES)
         if outcome is not Outcome.GOOD:
             return outcome, engines.NOTHING
-        reading = engines.read(page, target.endpoint.engine)
+        reading = engines.read(page, target.engine, target.ranks[0].ranks)
         self.counters["malformed_lines"] += reading.malformed
         return (outcome if reading.engine else Outcome.UNREADABLE), reading
 
-    def _apply(self, target: _Target, reading: engines.Reading) -> None:
-        endpoint = target.endpoint
-        if endpoint.engine not in ("auto", reading.engine):
-            log.warning(
-                "%s: said to be %s, its metrics are those of %s", endpoint.address, endpoint.engine, reading.engine
-            )
-        endpoint.engine = reading.engine
-        endpoint.set("waiting", reading.waiting)
-        endpoint.set("running", reading.running)
-        endpoint.set("kv_usage", reading.kv_usage)
-        endpoint.lora = reading.lora
-        endpoint.block_size = reading.block_size or endpoint.block_size
-        endpoint.cache_blocks = reading.cache_blocks or endpoint.cache_blocks
-        endpoint.scrape_succeeded(self._clock())
+    def _apply(self, target: _Target, reading: engines.Reading, scraped: Sequence[Endpoint]) -> None:
+        if target.engine not in ("auto", reading.engine):
+            log.warning("%s: said to be %s, its metrics are those of %s", target.address, target.engine, reading.engine)
+        now, unknown = self._clock(), set(reading.unknown)
+        for endpoint in scraped:
+            own = reading.by_rank[endpoint.rank] if endpoint.rank < len(reading.by_rank) else reading
+            endpoint.engine = own.engine
+            endpoint.set("waiting", own.waiting)
+            endpoint.set("running", own.running)
+            endpoint.set("kv_usage", own.kv_usage)
+            endpoint.lora = own.lora
+            endpoint.block_size = own.block_size or endpoint.block_size
+            endpoint.cache_blocks = own.cache_blocks or endpoint.cache_blocks
+            endpoint.scrape_succeeded(now)
+            unknown.update(own.unknown)
         target.succeeded(reading)
-        for gauge in reading.unknown:
+        for gauge in unknown:
             self.counters[f"unknown_{gauge}"] += 1
-        target.report(Outcome.GOOD, reading.unknown)
+        target.report(Outcome.GOOD, sorted(unknown))
 
-    async def _models(self, endpoint: Endpoint) -> None:
+    async def _models(self, target: _Target) -> None:
         """Read `/v1/models`. Where there is none, or it cannot be read, what was known stays."""
-        outcome, body = await self._get(endpoint, "/v1/models", MAX_MODELS_BYTES)
+        outcome, body = await self._get(target.address, "/v1/models", MAX_MODELS_BYTES)
         models = parse_models(body) if outcome is Outcome.GOOD else None
         if models is None:
             self.counters["models_failed"] += 1
             return
-        endpoint.models = frozenset(models)
-        endpoint.parents = {name: parent for name, parent in models.items() if parent}
+        for endpoint in target.ranks:
+            endpoint.models = frozenset(models)
+            endpoint.parents = {name: parent for name, parent in models.items() if parent}
 
-    async def _get(self, endpoint: Endpoint, path: str, limit: int) -> tuple[Outcome, bytes]:
+    async def _get(self, address: str, path: str, limit: int) -> tuple[Outcome, bytes]:
         session = self._session or self._open_session()
         body = bytearray()
         try:
-            async with session.get(
-                f"{self.settings.scheme}://{endpoint.address}{path}", allow_redirects=False
-            ) as response:
+            async with session.get(f"{self.settings.scheme}://{address}{path}", allow_redirects=False) as response:
                 async for chunk in response.content.iter_any():
                     body += chunk
                     if len(body) > limit:
@@ -209,22 +219,30 @@ class Scraper:
 
 
 class _Target:
-    """What scraping one endpoint remembers between scrapes: above all, which path to ask.
+    """What scraping one address remembers between scrapes: above all, which path to ask.
 
     The engine's usual path, or in turn with the other one while none answers; once its engine is known, the narrow
     page, unless that tells less than the whole one did.
     """
 
-    __slots__ = ("endpoint", "models_due", "narrow", "narrow_fails", "path", "reported", "told")
+    __slots__ = ("address", "models_due", "narrow", "narrow_fails", "path", "ranks", "reported", "task", "told")
+
+    task: asyncio.Task[None]
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self.endpoint = endpoint
+        self.address = endpoint.address
+        self.ranks = [endpoint]
+        """Never empty while the address is scraped."""
         self.models_due = -math.inf
         self.narrow = False
         self.narrow_fails = False
         self.path = _usual_path(endpoint)
         self.reported: tuple[str, ...] = ()
         self.told: tuple[bool, ...] = ()
+
+    @property
+    def engine(self) -> str:
+        return self.ranks[0].engine
 
     def succeeded(self, reading: engines.Reading) -> None:
         url = engines.BY_NAME[reading.engine].narrow_url
@@ -236,12 +254,12 @@ class _Target:
         return all(now or not before for now, before in zip(reading.told, self.told, strict=True))
 
     def widen(self) -> None:
-        self.narrow, self.narrow_fails, self.path = False, True, _usual_path(self.endpoint)
+        self.narrow, self.narrow_fails, self.path = False, True, _usual_path(self.ranks[0])
 
     def failed(self, outcome: Outcome) -> None:
         if outcome is Outcome.REFUSED:
             # What answers next may be a new process, of another version.
-            self.narrow, self.narrow_fails, self.path = False, False, _usual_path(self.endpoint)
+            self.narrow, self.narrow_fails, self.path = False, False, _usual_path(self.ranks[0])
         elif outcome is not Outcome.TIMEOUT:
             self.path = "/metrics" if self.path != "/metrics" else engines.OTHER_PATH
 
@@ -251,11 +269,11 @@ class _Target:
         if state == self.reported:
             return
         if outcome is not Outcome.GOOD:
-            log.warning("%s: metrics cannot be read: %s", self.endpoint.address, outcome)
+            log.warning("%s: metrics cannot be read: %s", self.address, outcome)
         elif unknown:
-            log.warning("%s: %s does not tell %s", self.endpoint.address, self.endpoint.engine, ", ".join(unknown))
+            log.warning("%s: %s does not tell %s", self.address, self.engine, ", ".join(unknown))
         elif self.reported:
-            log.info("%s: metrics are read again", self.endpoint.address)
+            log.info("%s: metrics are read again", self.address)
         self.reported = state
 
 

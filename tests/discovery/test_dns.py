@@ -114,8 +114,16 @@ async def test_every_address_of_a_name_with_every_port_is_an_endpoint() -> None:
             "[fd00::1]:8000",
             "[fd00::1]:8001",
         ]
-        endpoint = pool.by_address["127.0.0.1:8001"]
+        endpoint = pool.by_key["127.0.0.1:8001"]
         assert (endpoint.rank, endpoint.labels) == (1, {"llm-d.ai/role": "decode"})
+
+
+async def test_ranks_behind_a_port_are_endpoints() -> None:
+    server = NameServer()
+    server.records = {("w.example", "A"): ["127.0.0.1"]}
+    async with resolving(server, "w.example:8000=dp=2") as (pool, source):
+        await until(lambda: source.synced)
+        assert sorted(pool.by_key) == ["127.0.0.1:8000@0", "127.0.0.1:8000@1"]
 
 
 async def test_srv_records_bring_their_ports() -> None:
@@ -141,11 +149,11 @@ async def test_a_changed_answer_changes_the_pool_and_keeps_what_stayed() -> None
     server.records = {("w.example", "A"): ["127.0.0.1", "127.0.0.2"]}
     async with resolving(server, "w.example:8000") as (pool, source):
         await until(lambda: source.synced)
-        stayed = pool.by_address["127.0.0.2:8000"]
+        stayed = pool.by_key["127.0.0.2:8000"]
         server.records["w.example", "A"] = ["127.0.0.2", "127.0.0.3"]
-        await until(lambda: "127.0.0.3:8000" in pool.by_address)
+        await until(lambda: "127.0.0.3:8000" in pool.by_key)
         assert addresses(pool) == ["127.0.0.2:8000", "127.0.0.3:8000"]
-        assert pool.by_address["127.0.0.2:8000"] is stayed
+        assert pool.by_key["127.0.0.2:8000"] is stayed
 
 
 @pytest.mark.parametrize("rcode", [dns.rcode.SERVFAIL, dns.rcode.REFUSED, None])

@@ -135,7 +135,7 @@ async def test_a_new_file_changes_the_pool_and_keeps_what_stayed(tmp_path: Path)
         load_ = stayed.acquire(10, now=0.0)
         write(path, TWO)
         await until(lambda: len(pool) == 2)
-        assert pool.by_address["10.0.0.1:8000"] is stayed
+        assert pool.by_key["10.0.0.1:8000"] is stayed
         assert stayed.in_flight == 1
         load_.release()
         write(path, ONE.replace("10.0.0.1", "10.0.0.3"))
@@ -187,3 +187,12 @@ async def test_an_empty_list_is_a_valid_answer(tmp_path: Path) -> None:
     path.write_text("endpoints: []")
     async with watching(path) as (pool, source):
         assert (len(pool), source.synced) == (0, True)
+
+
+def test_ranks_behind_a_port_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "endpoints.yaml"
+    path.write_text("endpoints: [{address: 10.0.0.1, ports: 8000, dataParallelSize: 2}]\n")
+    assert [(s.port, s.rank, s.ranks) for s in load(path)] == [(8000, 0, 2), (8000, 1, 2)]
+    path.write_text("endpoints: [{address: 10.0.0.1, ports: 8000, dataParallelSize: 0}]\n")
+    with pytest.raises(EndpointFileError, match=r"endpoints\[0\].dataParallelSize: '0' is not a number of"):
+        load(path)

@@ -114,9 +114,9 @@ async def test_endpoints_still_named_stay_the_same_objects_with_their_counts() -
     first, second = pool.endpoints
     load = first.acquire(10, now=0.0)
     source.publish([EndpointSpec("10.0.0.1", 8000), EndpointSpec("10.0.0.3", 8000)])
-    assert pool.by_address["10.0.0.1:8000"] is first
+    assert pool.by_key["10.0.0.1:8000"] is first
     assert first.in_flight == 1
-    assert changes[-1] == ([pool.by_address["10.0.0.3:8000"]], [second])
+    assert changes[-1] == ([pool.by_key["10.0.0.3:8000"]], [second])
     load.release()
 
 
@@ -163,7 +163,7 @@ async def test_sources_are_united_by_address_and_the_first_wins() -> None:
     a.publish([EndpointSpec("10.0.0.1", 8000, labels={"from": "a"})])
     assert {e.address: e.labels.get("from") for e in pool.endpoints} == {"10.0.0.1:8000": "a", "10.0.0.2:8000": None}
     a.publish([])
-    assert pool.by_address["10.0.0.1:8000"].labels == {"from": "b"}
+    assert pool.by_key["10.0.0.1:8000"].labels == {"from": "b"}
 
 
 async def test_the_first_endpoints_need_no_slow_start_and_later_ones_do() -> None:
@@ -179,3 +179,47 @@ async def test_the_first_endpoints_need_no_slow_start_and_later_ones_do() -> Non
 async def test_two_sources_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="hand is given twice"):
         await membership(Pool(), Source(), Source())
+
+
+def test_ranks_behind_one_port_are_endpoints_of_one_address() -> None:
+    specs = parse_endpoint("10.0.0.1:8000=dp=2,name=w,zone=a")
+    assert [(s.port, s.rank, s.ranks, s.name) for s in specs] == [(8000, 0, 2, "w-rank-0"), (8000, 1, 2, "w-rank-1")]
+    assert specs[1].labels == {"zone": "a"}
+    assert [(s.port, s.rank, s.name) for s in parse_endpoint("10.0.0.1:1-2=dp=2,name=w")] == [
+        (1, 0, "w-1-rank-0"),
+        (1, 1, "w-1-rank-1"),
+        (2, 0, "w-2-rank-0"),
+        (2, 1, "w-2-rank-1"),
+    ]
+    assert parse_endpoint("10.0.0.1:8000=dp=1") == parse_endpoint("10.0.0.1:8000")
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "two", "", "1025", "1" * 5000])
+def test_a_number_of_ranks_that_cannot_be_is_refused(count: str) -> None:
+    with pytest.raises(ValueError, match="is not a number of data-parallel ranks"):
+        parse_endpoint(f"10.0.0.1:8000=dp={count}")
+
+
+def test_a_port_with_and_without_ranks_is_given_twice() -> None:
+    with pytest.raises(ValueError, match="is given twice"):
+        StaticDiscovery(["10.0.0.1:8000=dp=2", "10.0.0.1:8000"])
+
+
+async def test_where_sources_disagree_about_ranks_the_first_wins() -> None:
+    pool = Pool()
+    a, b = Source("a"), Source("b")
+    await membership(pool, a, b)
+    b.publish([EndpointSpec("10.0.0.1", 8000)])
+    a.publish([EndpointSpec("10.0.0.1", 8000, rank=rank, ranks=2) for rank in range(2)])
+    assert sorted(pool.by_key) == ["10.0.0.1:8000@0", "10.0.0.1:8000@1"]
+
+
+async def test_more_ranks_behind_a_port_leave_those_there_as_they_are() -> None:
+    pool = Pool()
+    source = Source()
+    await membership(pool, source)
+    source.publish([EndpointSpec("10.0.0.1", 8000, rank=rank, ranks=2) for rank in range(2)])
+    before = list(pool.endpoints)
+    source.publish([EndpointSpec("10.0.0.1", 8000, rank=rank, ranks=3) for rank in range(3)])
+    assert pool.endpoints[:2] == before
+    assert [e.ranks for e in pool.endpoints] == [3, 3, 3]

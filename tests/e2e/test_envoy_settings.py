@@ -112,6 +112,7 @@ async def test_control_headers_of_a_client_reach_neither_picker_nor_worker(profi
             x_prefiller_host_port="10.0.0.9:22",
             x_encoder_hosts_ports="10.0.0.9:22",
             x_data_parallel_host_port="10.0.0.9:22",
+            x_data_parallel_rank="1",
         )
         assert account["worker"] == s.workers[0].address
         lies = ("x-gateway", "x-prefiller", "x-encoder", "x-data-parallel")

@@ -120,7 +120,7 @@ async def test_trailers_pass_both_ways(stack: Stack) -> None:
 
 async def test_a_client_cannot_steer(stack: Stack) -> None:
     lies = [DESTINATION, f"{DESTINATION}-subset", f"{DESTINATION}-served"]
-    lies += ["x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port"]
+    lies += ["x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port", "x-data-parallel-rank"]
     for method, body in (("POST", BODY), ("GET", None)):
         answer = await stack.ask(body, method=method, **{name.replace("-", "_"): "10.0.0.9:22" for name in lies})
         assert answer.status == 200

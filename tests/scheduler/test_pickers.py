@@ -76,7 +76,7 @@ def test_rotation_goes_on_where_it_was_when_endpoints_come_and_go() -> None:
         return now[picker.pick(request(), now, np.zeros(len(now)))[0]].address.rpartition(":")[2]
 
     assert [turn(), turn()] == ["8000", "8001"]
-    pool.update(remove=[pool.by_address["10.0.0.1:8001"], pool.by_address["10.0.0.1:8000"]])
+    pool.update(remove=[pool.by_key["10.0.0.1:8001"], pool.by_key["10.0.0.1:8000"]])
     assert [turn(), turn()] == ["8002", "8003"]
     pool.update(add=[Endpoint("10.0.0.1", 8000), Endpoint("10.0.0.1", 8009)])
     assert [turn(), turn(), turn(), turn()] == ["8009", "8000", "8002", "8003"]

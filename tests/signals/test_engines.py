@@ -47,6 +47,25 @@ def test_two_engines_behind_one_port_have_their_blocks_counted_once() -> None:
     assert (reading.block_size, reading.cache_blocks) == (32, 510)
 
 
+def test_each_rank_has_a_reading_of_its_own_and_its_share_of_the_blocks() -> None:
+    page = (DATA / "vllm_dp2.txt").read_bytes()
+    page = page.replace(
+        b'num_requests_waiting{engine="1",model_name="tiny"} 0', b'num_requests_waiting{engine="1",model_name="tiny"} 7'
+    ).replace(
+        b'kv_cache_usage_perc{engine="0",model_name="tiny"} 0.0',
+        b'kv_cache_usage_perc{engine="0",model_name="tiny"} 0.5',
+    )
+    reading = read(page, "vllm", 2)
+    assert gauges(reading) == (7.0, 0.0, 0.25)
+    assert [gauges(rank) for rank in reading.by_rank] == [(0.0, 0.0, 0.5), (7.0, 0.0, 0.0)]
+    assert [(rank.block_size, rank.cache_blocks) for rank in reading.by_rank] == [(32, 255)] * 2
+
+
+def test_a_rank_that_the_page_does_not_have_is_unknown() -> None:
+    reading = read((DATA / "vllm_dp2.txt").read_bytes(), "vllm", 3)
+    assert [len(rank.unknown) for rank in reading.by_rank] == [0, 0, 3]
+
+
 def test_engines_and_models_behind_one_port_are_added_up() -> None:
     """The series of one engine or one model alone was taken elsewhere."""
     values: dict[bytes, tuple[float, ...]] = {

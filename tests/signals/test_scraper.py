@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
 from urllib.parse import unquote
@@ -170,18 +170,44 @@ async def test_a_hung_scrape_times_out_and_is_tried_again() -> None:
 
 
 async def test_three_hundred_slow_workers_are_asked_all_at_once() -> None:
-    """An HTTP client's pool of 100 connections was the limit elsewhere. Here one server stands for all the workers."""
+    """An HTTP client's pool of 100 connections was the limit elsewhere."""
     worker = FakeWorker()
     worker.answer.clear()
-    async with serving(worker) as endpoint:
+    async with AsyncExitStack() as stack:
+        many = [await stack.enter_async_context(serving(worker)) for _ in range(300)]
         run = Run(ScrapeSettings(interval_s=0.01, timeout_s=60.0))
-        many = [Endpoint(endpoint.host, endpoint.port) for _ in range(300)]
         run.scraper.changed(many, [])
         try:
             await until(lambda: worker.waiting_now == 300)
             assert run.scraper.interval_s == 300 / 200.0
         finally:
             await run.scraper.stop()
+
+
+RANKS = b"".join(
+    b'vllm:num_requests_%s{engine="%d",model_name="m"} %d\n' % (gauge, engine, value)
+    for gauge, values in ((b"waiting", (4, 0)), (b"running", (8, 1)))
+    for engine, value in enumerate(values)
+)
+
+
+async def test_a_page_of_several_ranks_is_read_once_and_shared_out() -> None:
+    worker = FakeWorker(**{"metrics": RANKS, "v1/models": b'{"data":[{"id":"m"}]}'})
+    async with serving(worker) as at:
+        ranks = [Endpoint(at.host, at.port, rank=rank, ranks=2) for rank in range(2)]
+        async with scraping(*ranks) as run:
+            await until(lambda: len(run.outcomes) >= 8 and ranks[1].models is not None)
+            assert [e.get("waiting") for e in ranks] == [4, 0]
+            assert [e.get("running") for e in ranks] == [8, 1]
+            assert len(run.outcomes) // 2 <= worker.scrapes < len(run.outcomes)
+            run.scraper.changed([], ranks[:1])
+            seen = len(run.outcomes)
+            await until(lambda: len(run.outcomes) >= seen + 3)
+            assert {endpoint for endpoint, _ in run.outcomes[seen + 1 :]} == {ranks[1]}
+            run.scraper.changed([], ranks[1:])
+            seen = len(run.outcomes)
+            await asyncio.sleep(0.05)
+            assert len(run.outcomes) == seen
 
 
 async def test_nothing_piles_up_on_a_slow_worker() -> None:
