@@ -35,7 +35,7 @@ from epp.plugin import Outcome
 from epp.request import BYTES_PER_TOKEN, Api, Headers, InferenceRequest, RequestHead
 from epp.scheduler import NO_CANDIDATES, Scheduler, Unschedulable
 from epp.signals.health import Health
-from epp.token_rate import TokenRates
+from epp.token_rate import TokenRates, text_bytes
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +94,7 @@ class Flight:
         "load",
         "observed",
         "picked_at",
+        "prompt_bytes",
         "reader",
         "request",
         "response_bytes",
@@ -122,6 +123,7 @@ class Flight:
         self.endpoint = load.endpoint
         self.stats = stats
         self.picked_at = now
+        self.prompt_bytes = text_bytes(request)
         self.first_token_at: float | None = None
         self.reader: ResponseReader | None = None
         self.key = ""
@@ -320,6 +322,8 @@ class Director:
         flight = Flight(request, decision, scheduler, endpoint.acquire(_weight(decision), now), stats, now)
         self.health.picked(endpoint, now)
         scheduler.picked(request, decision, now)
+        # A response may run for an hour; its prompt, half a megabyte or more, is needed no longer.
+        request.prompts, request.prompt_seed, request.tokens = (), b"", ()
         self.decisions.decided(decision)
         return flight
 
@@ -472,7 +476,7 @@ class Director:
                 stats.ttft_error.observe(abs(expected - outcome.first_token_s) / outcome.first_token_s)
         if outcome.prompt_tokens is not None:
             stats.input_tokens.observe(outcome.prompt_tokens)
-            self.rates.observe(flight.request, outcome.prompt_tokens)
+            self.rates.observe(flight.request.target_model, flight.prompt_bytes, outcome.prompt_tokens)
         if outcome.completion_tokens is not None:
             stats.output_tokens.observe(outcome.completion_tokens)
         if outcome.cached_tokens is not None:

@@ -148,7 +148,7 @@ class Plugin(Generic[P]):
         self.name = name
 
     def picked(self, request: InferenceRequest, endpoints: Mapping[str, Endpoint]) -> None:
-        """After a decision: profile name -> the endpoint chosen in it."""
+        """After a decision: profile name -> the endpoint chosen in it. The request's prompts are let go after it."""
 
     def response_headers(self, request: InferenceRequest, endpoints: Mapping[str, Endpoint]) -> Mapping[str, str]:
         """Headers to add to the client's response."""

@@ -18,6 +18,13 @@ BOUNDS = (1.0, 16.0)
 SLOWEST_GAIN = 0.05
 
 
+def text_bytes(request: InferenceRequest) -> int:
+    """Bytes of text a request's prompts have; 0 where they are token ids."""
+    if request.tokens_exact or not request.prompts:
+        return 0
+    return sum(map(len, request.prompts)) + len(request.prompt_seed)
+
+
 class TokenRates:
     """Target model -> bytes per token."""
 
@@ -35,17 +42,16 @@ class TokenRates:
         request.prompt_tokens = round(request.prompt_tokens * request.bytes_per_token / rate)
         request.bytes_per_token = rate
 
-    def observe(self, request: InferenceRequest, prompt_tokens: int) -> None:
-        """A worker counted the prompt's tokens."""
-        if request.tokens_exact or not request.prompts or prompt_tokens <= 0:
+    def observe(self, model: str, size: int, prompt_tokens: int) -> None:
+        """A worker counted the tokens of a prompt of `size` bytes of text; 0 bytes teach nothing."""
+        if size <= 0 or prompt_tokens <= 0:
             return
-        size = sum(len(p) for p in request.prompts) + len(request.prompt_seed)
         sample = size / prompt_tokens
-        known = self._rates.get(request.target_model)
+        known = self._rates.get(model)
         if size < MIN_PROMPT_BYTES or not BOUNDS[0] <= sample <= BOUNDS[1]:
             return
         if known is None and len(self._rates) >= MAX_MODELS:
             return
         rate, samples = known or (sample, 0)
         gain = max(1 / (samples + 1), SLOWEST_GAIN)
-        self._rates[request.target_model] = (rate + gain * (sample - rate), samples + 1)
+        self._rates[model] = (rate + gain * (sample - rate), samples + 1)

@@ -476,3 +476,15 @@ def test_a_decision_and_its_release_hold_for_an_endpoint_with_an_ipv6_address() 
     stream.end()
     rig.assert_idle()
     assert rig.reasons == {}
+
+
+def test_a_prompt_is_let_go_once_it_was_sent_and_still_teaches_its_rate() -> None:
+    rig = Rig()
+    body = b'{"model":"m","messages":[{"role":"user","content":"' + b"x" * 8_000 + b'"}]}'
+    stream = rig.open()
+    stream.request(chunks=[body])
+    flight = stream.exchange._flight
+    assert flight is not None
+    assert (flight.request.prompts, flight.request.prompt_seed) == ((), b"")
+    stream.response(JSON, [b'{"usage":{"prompt_tokens":4000,"completion_tokens":1}}'])
+    assert rig.director.rates.of("m") == pytest.approx(2.0, rel=0.05)

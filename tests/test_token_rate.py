@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from epp.request import Api, InferenceRequest
-from epp.token_rate import MAX_MODELS, TokenRates
+from epp.token_rate import MAX_MODELS, TokenRates, text_bytes
 
 
 def request(text: bytes = b"x" * 8_000, model: str = "m") -> InferenceRequest:
@@ -15,7 +15,7 @@ def request(text: bytes = b"x" * 8_000, model: str = "m") -> InferenceRequest:
 
 def test_a_reported_count_changes_the_estimate_of_the_next_prompt_of_that_model() -> None:
     rates = TokenRates()
-    rates.observe(request(), 1_000)
+    rates.observe("m", 8_000, 1_000)
     later, other = request(), request(model="other")
     rates.estimate(later)
     rates.estimate(other)
@@ -26,8 +26,8 @@ def test_a_reported_count_changes_the_estimate_of_the_next_prompt_of_that_model(
 def test_one_odd_sample_moves_a_settled_rate_little() -> None:
     rates = TokenRates()
     for _ in range(100):
-        rates.observe(request(), 2_000)
-    rates.observe(request(), 1_000)
+        rates.observe("m", 8_000, 2_000)
+    rates.observe("m", 8_000, 1_000)
     assert rates.of("m") == pytest.approx(4.2)
 
 
@@ -36,7 +36,7 @@ def test_one_odd_sample_moves_a_settled_rate_little() -> None:
 )
 def test_prompts_that_tell_nothing_of_text_teach_nothing(prompt: bytes, tokens: int) -> None:
     rates = TokenRates()
-    rates.observe(request(prompt), tokens)
+    rates.observe("m", text_bytes(request(prompt)), tokens)
     assert rates.of("m") == 4
 
 
@@ -46,9 +46,9 @@ def test_token_ids_are_exact_and_neither_teach_nor_are_estimated() -> None:
         "r", Api.COMPLETIONS, "m", "m", prompts=(np.arange(9_000, dtype=np.uint32),), prompt_tokens=9_000,
         tokens_exact=True,
     )  # fmt: skip
-    rates.observe(ids, 9_000)
+    rates.observe("m", text_bytes(ids), 9_000)
     assert rates.of("m") == 4
-    rates.observe(request(), 1_000)
+    rates.observe("m", 8_000, 1_000)
     rates.estimate(ids)
     assert ids.prompt_tokens == 9_000
 
@@ -56,6 +56,6 @@ def test_token_ids_are_exact_and_neither_teach_nor_are_estimated() -> None:
 def test_model_names_are_bounded() -> None:
     rates = TokenRates()
     for n in range(MAX_MODELS + 10):
-        rates.observe(request(model=f"m{n}"), 1_000)
+        rates.observe(f"m{n}", 8_000, 1_000)
     assert rates.of(f"m{MAX_MODELS - 1}") == 8.0
     assert rates.of(f"m{MAX_MODELS + 1}") == 4

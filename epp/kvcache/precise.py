@@ -213,6 +213,7 @@ class PrecisePrefixCache(Producer[PreciseParameters]):
                 ledger.sent(prompt.ids, keys, size, lookup.adapter)
                 speculation = self.index.speculate(ledger.holder, keys, request.request_id, lookup.now)
                 claims.append(_Claim(speculation, keys, predicted))
+        lookup.prompts, lookup.keys = (), {}
 
     def finished(self, request: InferenceRequest, endpoint: Endpoint, outcome: Outcome) -> None:
         self.history.finished(request, endpoint, outcome)
