@@ -62,6 +62,8 @@ class LedgerSettings:
 
     parked_blocks: int = 65_536
     parked_bytes: int = 32 << 20
+    sent_tokens: int = 1 << 20
+    """Token ids of prompts we sent that are remembered, four bytes each and more for their keys; at least the last one."""
     departed: int = 16_384
     """Engine hashes remembered (twice as many at most) after their last copy went: children may yet name them."""
 
@@ -172,7 +174,8 @@ class Ledger:
         self._by_hash: dict[int, list[_Parked]] = {}
         self._nameless: OrderedDict[tuple[int, Tier, int], None] = OrderedDict()
         """Told by hash alone, the hash unknown."""
-        self._sent: deque[_Sent] = deque(maxlen=_MAX_SENT)
+        self._sent: deque[_Sent] = deque()
+        self._sent_tokens = 0
 
     @property
     def nbytes(self) -> int:
@@ -224,8 +227,15 @@ class Ledger:
         self._exact = self._exact and not len(self._keys)
 
     def sent(self, ids: Ids, keys: Keys, block_size: int, adapter: str = "") -> None:
-        """A prompt goes to this worker: its token ids and the keys of its whole blocks. The last 64 are remembered."""
+        """A prompt goes to this worker: its token ids and the keys of its whole blocks. The last 64 are remembered,
+        fewer of long ones (`sent_tokens`).
+        """
+        if len(self._sent) == _MAX_SENT:
+            self._sent_tokens -= len(self._sent.popleft().ids)
         self._sent.append(_Sent(ids, keys, block_size, adapter))
+        self._sent_tokens += len(ids)
+        while self._sent_tokens > self._settings.sent_tokens and len(self._sent) > 1:
+            self._sent_tokens -= len(self._sent.popleft().ids)
 
     def hold(self, keys: Keys, now: float) -> None:
         """The worker is known to hold these blocks on its device, though no event told (its answer said so)."""

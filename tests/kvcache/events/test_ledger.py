@@ -298,6 +298,17 @@ def test_an_orphan_is_anchored_by_the_tokens_we_sent_there() -> None:
     assert ledger.counters["unknown_removals"] == 0
 
 
+def test_prompts_we_sent_are_remembered_up_to_a_bound_of_their_tokens() -> None:
+    index, ledger = new(sent_tokens=len(PROMPT) + 1)
+    ledger.sent(ids(PROMPT), prompt_keys(PROMPT), BLOCK)
+    other = [9, *PROMPT[1:]]
+    ledger.sent(ids(other), prompt_keys(other), BLOCK)
+    ledger.apply(stored(3, 5), 0.0)
+    assert ledger.counters["anchored"] == 2
+    assert matched(index, prompt_keys(PROMPT)[2:])[0] == 0
+    assert matched(index, prompt_keys(other)[2:])[0] == 3
+
+
 def test_an_orphan_that_fits_two_prompts_is_not_guessed() -> None:
     _, ledger = new()
     for begin in (1, 2):
