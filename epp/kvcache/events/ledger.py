@@ -5,8 +5,9 @@ own keys, which are chained from the events' token ids (`extend`), so a worker's
 
 The ledger remembers which key each engine hash stands for, as long as the worker holds the block in any *place* (tier
 and attention group), and how many copies of it there are: vLLM tells of every copy that comes or goes, and two requests
-may fill the same block. Only a run from the beginning of a prompt that is wholly there already counts as told again
-(`kv_cache_report_mode=full`): a prompt that repeats one finds its blocks, it does not compute them once more.
+may fill the same block. Only a run of blocks from the beginning of a prompt that is wholly there already counts as told
+again (`kv_cache_report_mode=full`): a prompt that repeats one finds its blocks, it does not compute them once more. But
+for the last, so a single block is a copy: were it none, losing one would hide every prompt that begins with it.
 
 An event may name a parent that is not known, when another one was lost or comes later in the batch. Its blocks are
 
@@ -319,7 +320,7 @@ class Ledger:
             kept = np.array([h not in gone for h in hashes.tolist()])
             hashes, keys = hashes[kept], keys[kept]
         if len(hashes):
-            self._enter(hashes, keys, event.tier, event.group, now, whole=event.parent is None)
+            self._enter(hashes, keys, event.tier, event.group, now, whole=event.parent is None and len(hashes) > 1)
         if self._by_parent or self._nameless:
             self._reunite(event, now)
 
@@ -331,7 +332,7 @@ class Ledger:
             return
         self.counters["stored_blocks"] += len(hashes)
         if len(hashes) == 1:
-            self._enter_one(hashes.item(0), keys.item(0), place, whole=whole)
+            self._enter_one(hashes.item(0), keys.item(0), place)
         else:
             known = self._keys.get_many(hashes)
             if not known.any():
@@ -345,7 +346,7 @@ class Ledger:
                 self._enter_known(hashes, keys, known, place, whole=whole)
         self._index.store(self.holder, self._epoch, keys, tier, now, group)
 
-    def _enter_one(self, engine_hash: int, key: int, place: int, *, whole: bool) -> None:
+    def _enter_one(self, engine_hash: int, key: int, place: int) -> None:
         known = self._keys.get(engine_hash)
         if known != key:
             if known:
@@ -357,7 +358,7 @@ class Ledger:
             return
         copies = self._copies.get(engine_hash) or 1
         here = copies >> 4 * place & _COPIES
-        if not here or (self._exact and not whole and here < _COPIES):
+        if not here or (self._exact and here < _COPIES):
             self._copies.put(engine_hash, copies + (1 << 4 * place))
 
     def _enter_known(self, hashes: Hashes, keys: Keys, known: Keys, place: int, *, whole: bool) -> None:

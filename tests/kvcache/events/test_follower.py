@@ -13,7 +13,7 @@ from epp.kvcache.events.sequence import Ask
 from tests.kvcache.events.worker import BLOCK, END, Frames, Picker, Worker, prompt_keys
 
 SHARED = list(range(100, 100 + 3 * BLOCK))
-PROMPTS = [SHARED + [1] * n for n in (1, BLOCK, 2 * BLOCK + 1)] + [list(range(20)), [9] * (3 * BLOCK)]
+PROMPTS = [SHARED + [1] * n for n in (1, BLOCK, 2 * BLOCK + 1)] + [list(range(20)), [9] * (3 * BLOCK), SHARED[:BLOCK]]
 
 
 class FollowedWorker(RuleBasedStateMachine):

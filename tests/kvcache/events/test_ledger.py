@@ -186,7 +186,15 @@ def test_a_block_with_two_copies_stays_until_both_are_gone(single: bool) -> None
     assert ledger.counters["unknown_removals"] == 0
 
 
-@pytest.mark.parametrize("blocks", [1, 2, 6])
+def test_a_prompt_of_one_block_that_is_repeated_is_a_second_copy() -> None:
+    index, ledger = new()
+    ledger.apply(stored(0, 6), 0.0)
+    ledger.apply(stored(0, 1), 0.0)
+    ledger.apply(removed(0), 0.0)
+    assert matched(index, prompt_keys(PROMPT))[0] == 6
+
+
+@pytest.mark.parametrize("blocks", [2, 6])
 def test_blocks_told_again_from_the_beginning_are_no_second_copies(blocks: int) -> None:
     index, ledger = new()
     ledger.apply(stored(0, 6), 0.0)

@@ -48,14 +48,16 @@ class Worker:
         self.frames: dict[int, Frames] = {}
 
     def begin(self, tokens: Series[int], *, adapter: str = "", salt: str = "", report: bool = False) -> int:
-        """Schedule a request; its cached tokens, -1 if it does not fit."""
-        sequence = Sequence(
-            "r", tokens, lora_name=adapter or None, cache_salt=salt or None, report_cached_blocks=report
-        )
+        """Schedule a request; its cached tokens, -1 if it does not fit.
+
+        `report`: have its hits told again, but not one alone, which looks like a second copy.
+        """
+        sequence = Sequence("r", tokens, lora_name=adapter or None, cache_salt=salt or None)
         hits = self.manager.get_computed_blocks(sequence)
         if not self.manager.can_fit(sequence, hits):
             return -1
         cached = len(hits) * BLOCK
+        sequence.report_cached_blocks = report and len(hits) != 1
         assert self.manager.allocate_slots(sequence, len(tokens) - cached, hits)
         sequence.num_computed_tokens = len(tokens)
         self.running.append(sequence)
