@@ -326,19 +326,19 @@ def test_a_worker_whose_stream_is_down_counts_a_little_less() -> None:
 def test_a_worker_that_contradicts_is_discounted_then_left_to_the_history() -> None:
     fleet = Fleet(1)
     follower = fleet.followers[fleet[0]]
-    seen = []
+    seen: list[tuple[float, list[str]]] = []
     for turn in range(12):
         fleet.tell(0, stored(ids(40, first=1000 * turn)))
         asked = ask(ids(100, first=1000 * turn))
-        seen.append((fleet.cached(asked)[0], tuple(asked.reasons)))
+        seen.append((fleet.cached(asked)[0], asked.reasons))
         fleet.producer.picked(asked, {"default": fleet[0]})
         fleet.producer.finished(asked, fleet[0], Outcome(status=200, duration_s=0.1, cached_tokens=0))
-    assert seen[0] == (40, ())
+    assert seen[0] == (40, [])
     assert follower.confidence.level is Level.SUSPECT
     discounts = [tokens for tokens, reasons in seen if not reasons]
     assert discounts == sorted(discounts, reverse=True)
     assert 0 < discounts[-1] < 20
-    assert seen[-1] == (0, (DISTRUSTED,))
+    assert seen[-1] == (0, [DISTRUSTED])
     assert follower.counters["over"] == 12
 
 

@@ -64,7 +64,7 @@ class LedgerSettings:
     parked_blocks: int = 65_536
     parked_bytes: int = 32 << 20
     sent_tokens: int = 1 << 20
-    """Token ids of prompts we sent that are remembered, four bytes each and more for their keys; at least the last one."""
+    """Token ids of prompts we sent that are remembered, four bytes each and more for keys; at least the last prompt."""
     departed: int = 16_384
     """Engine hashes remembered (twice as many at most) after their last copy went: children may yet name them."""
 
