@@ -333,12 +333,11 @@ def test_a_worker_that_contradicts_is_discounted_then_left_to_the_history() -> N
         seen.append((fleet.cached(asked)[0], asked.reasons))
         fleet.producer.picked(asked, {"default": fleet[0]})
         fleet.producer.finished(asked, fleet[0], Outcome(status=200, duration_s=0.1, cached_tokens=0))
-    assert seen[0] == (40, [])
+    assert [seen[0], seen[-1]] == [(40, []), (0, [DISTRUSTED])]
     assert follower.confidence.level is Level.SUSPECT
     discounts = [tokens for tokens, reasons in seen if not reasons]
     assert discounts == sorted(discounts, reverse=True)
     assert 0 < discounts[-1] < 20
-    assert seen[-1] == (0, [DISTRUSTED])
     assert follower.counters["over"] == 12
 
 
