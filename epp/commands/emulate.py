@@ -16,7 +16,7 @@ from epp.number_types import Number, seconds
 from epp.sim.cost import PRESETS
 from epp.sim.engine import EngineConfig
 from epp.sim.faults import Faults
-from epp.sim.publisher import EventsConfig
+from epp.sim.publisher import EventsConfig, shifted
 from epp.sim.server import Worker, WorkerConfig
 from epp.sim.tokenizer import SHIPPED, ChatTokenizer
 
@@ -46,10 +46,11 @@ def _option(flag: str, text: str, kind: Any, default: Any = None, **more: Any) -
 @_option("--output-tokens", "Mean length of an answer that no limit cuts.", click.IntRange(1), 128)
 @_option("--stream-interval", "Tokens a streamed chunk.", click.IntRange(1), 1)
 @_option("--lora", "A LoRA adapter to serve under this name. May be repeated.", str, multiple=True)
+@_option("--data-parallel-size", "Engines behind each port (X-data-parallel-rank picks one).", click.IntRange(1, 64), 1)
 @_option("--max-loras", "Different adapters in one engine step.", click.IntRange(1), 1)
 @_option("--hash-seed", "Seed of the block hashes that events report.", str, "")
 @_option(
-    "--kv-events", "Publish KV events (ZeroMQ) here, e.g. tcp://*:5557; the n-th worker adds n-1 to the port.", str
+    "--kv-events", "Publish KV events (ZeroMQ) here, e.g. tcp://*:5557; every further rank and worker adds 1.", str
 )
 @_option("--kv-replay", "Replay missed KV events here; ports likewise.", str)
 @_option("--kv-events-topic", "Topic of KV events.", str, "kv@{address}@{model}")
@@ -97,7 +98,8 @@ def _configs(options: dict[str, Any]) -> list[WorkerConfig]:
             port=port,
             name=(options["name"] and (f"{options['name']}-{index + 1}" if len(ports) > 1 else options["name"])) or "",
             engine=engine,
-            events=_events(options, index),
+            data_parallel_size=options["data_parallel_size"],
+            events=_events(options, index * options["data_parallel_size"]),
             faults=_faults(options["fault"]),
             lora_modules=options["lora"],
             speed=options["speed"],
@@ -114,19 +116,12 @@ def _events(options: dict[str, Any], index: int) -> EventsConfig | None:
             raise ValueError("--kv-replay needs --kv-events")
         return None
     return EventsConfig(
-        endpoint=_shifted(options["kv_events"], index),
-        replay_endpoint=options["kv_replay"] and _shifted(options["kv_replay"], index),
+        endpoint=shifted(options["kv_events"], index),
+        replay_endpoint=options["kv_replay"] and shifted(options["kv_replay"], index),
         topic=options["kv_events_topic"],
         buffer_steps=options["kv_events_buffer"],
         layout=options["kv_events_layout"],
     )
-
-
-def _shifted(endpoint: str, index: int) -> str:
-    """The endpoint with `index` added to its port; a bound port 0 stays, a port connected to is shared."""
-    head, _, port = endpoint.rpartition(":")
-    bound = "*" in head or "::" in head
-    return f"{head}:{int(port) + index}" if bound and port.isdigit() and port != "0" else endpoint
 
 
 def _faults(settings: tuple[str, ...]) -> Faults:

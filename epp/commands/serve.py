@@ -38,7 +38,7 @@ POSITIVE_SECONDS = seconds(0.01)
     "endpoints",
     multiple=True,
     metavar="HOST:PORT[-PORT][=KEY=VALUE,...]",
-    help="A worker; several ports of a host are its data-parallel ranks. Repeat for more.",
+    help="A worker; several ports of a host are its data-parallel ranks, dp=N are N ranks behind one. Repeat for more.",
 )
 @click.option(
     "--endpoints-file", type=click.Path(path_type=Path), help="Workers from a YAML file, watched for changes."

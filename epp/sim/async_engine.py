@@ -79,6 +79,11 @@ class AsyncEngine:
         self._task: asyncio.Task[None] | None = None
         self._step_end: float | None = None
 
+    @property
+    def load(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._streams)
+
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
         self._task.add_done_callback(_report_death)

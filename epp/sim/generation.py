@@ -125,7 +125,7 @@ class Generator:
         reset_after = None
         if dice.strikes(dice.faults.reset_mid_stream):
             reset_after = dice.between(1, min(s.sampling.max_tokens for s in sequences))
-        with self._worker.engine.submit(sequences) as stream:
+        with self._worker.engine_for(request.headers.get("x-data-parallel-rank")).submit(sequences) as stream:
             if job.body.stream:
                 return await self._stream(request, job, stream, reset_after=reset_after, bad_json=bad_json)
             await stream.wait()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from epp.sim.engine import EngineCore
 from epp.sim.stats import Histogram
+
+Family: TypeAlias = tuple[str, str]
+"""Its HELP and TYPE, and its sample lines."""
 
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 
@@ -25,7 +29,7 @@ class LoraInfo:
         if names or self._seen:
             self._seen[names] = wall_time
 
-    def render(self) -> str:
+    def family(self) -> Family:
         return _family(
             "lora_requests_info",
             "gauge",
@@ -37,21 +41,30 @@ class LoraInfo:
         )
 
 
-def render_metrics(core: EngineCore, model_name: str, lora_info: LoraInfo | None = None) -> str:
-    """Prometheus text format 0.0.4."""
-    labels = f'engine="0",model_name="{_escape(model_name)}"'
+def render_metrics(cores: Sequence[EngineCore], model_name: str, lora_info: LoraInfo | None = None) -> str:
+    """Prometheus text format 0.0.4; each family has series of every engine."""
+    blocks = sum(core.config.num_gpu_blocks for core in cores)
+    of_engines = [_families(core, engine, model_name, blocks) for engine, core in enumerate(cores)]
+    page = ["".join([same[0][0], *(lines for _, lines in same)]) for same in zip(*of_engines, strict=True)]
+    if lora_info is not None:
+        page += lora_info.family()
+    return "".join(page)
+
+
+def _families(core: EngineCore, engine: int, model_name: str, all_blocks: int) -> list[Family]:
+    labels = f'engine="{engine}",model_name="{_escape(model_name)}"'
     stats = core.stats
     waiting, running = len(core.scheduler.waiting), len(core.scheduler.running)
     level = core.sleep_level
     computed = stats.prompt_tokens - stats.prompt_tokens_cached
 
-    def one(name: str, kind: str, text: str, value: float) -> str:
+    def one(name: str, kind: str, text: str, value: float) -> Family:
         return _family(name, kind, text, [(labels, value)])
 
-    def by(name: str, kind: str, text: str, label: str, values: Mapping[str, float]) -> str:
+    def by(name: str, kind: str, text: str, label: str, values: Mapping[str, float]) -> Family:
         return _family(name, kind, text, [(f'{labels},{label}="{key}"', value) for key, value in values.items()])
 
-    page = [
+    return [
         one("num_requests_running", "gauge", "Number of requests in model execution batches.", running),
         one("num_requests_waiting", "gauge", "Number of requests waiting to be processed.", waiting),
         by(
@@ -103,26 +116,23 @@ def render_metrics(core: EngineCore, model_name: str, lora_info: LoraInfo | None
             "cache_config_info",
             "gauge",
             "Information of the LLMEngine CacheConfig",
-            [(_cache_config_labels(core), 1.0)],
+            [(_cache_config_labels(core, engine, all_blocks), 1.0)],
         ),
     ]
-    if lora_info is not None:
-        page.append(lora_info.render())
-    return "".join(page)
 
 
-def _cache_config_labels(core: EngineCore) -> str:
-    """Values are strings, also of what is a number or nothing."""
+def _cache_config_labels(core: EngineCore, engine: int, all_blocks: int) -> str:
+    """Values are strings, also of what is a number or nothing. Every engine's series says the blocks of all."""
     config = core.config
     values = {
         "block_size": config.block_size,
         "cache_dtype": "auto",
         "enable_prefix_caching": config.enable_prefix_caching,
-        "engine": 0,
+        "engine": engine,
         "hash_block_size": None,
         "kv_cache_size_tokens": config.num_gpu_blocks * config.block_size,
         "num_cpu_blocks": None,
-        "num_gpu_blocks": config.num_gpu_blocks,
+        "num_gpu_blocks": all_blocks,
         "num_gpu_blocks_override": config.num_gpu_blocks,
         "prefix_caching_hash_algo": "sha256",
         "sliding_window": None,
@@ -131,21 +141,20 @@ def _cache_config_labels(core: EngineCore) -> str:
     return ",".join(f'{key}="{value}"' for key, value in values.items())
 
 
-def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> str:
-    lines = [f"# HELP vllm:{name} {text}\n# TYPE vllm:{name} {kind}\n"]
-    lines += [f"vllm:{name}{{{labels}}} {float(value)}\n" for labels, value in samples]
-    return "".join(lines)
+def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> Family:
+    lines = [f"vllm:{name}{{{labels}}} {float(value)}\n" for labels, value in samples]
+    return f"# HELP vllm:{name} {text}\n# TYPE vllm:{name} {kind}\n", "".join(lines)
 
 
-def _histogram(name: str, labels: str, histogram: Histogram) -> str:
-    lines = [f"# HELP vllm:{name} Histogram.\n# TYPE vllm:{name} histogram\n"]
+def _histogram(name: str, labels: str, histogram: Histogram) -> Family:
+    lines: list[str] = []
     total = 0
     bounds = [*(str(float(bound)) for bound in histogram.bounds), "+Inf"]
     for bound, count in zip(bounds, histogram.counts, strict=True):
         total += count
         lines.append(f'vllm:{name}_bucket{{{labels},le="{bound}"}} {float(total)}\n')
     lines.append(f"vllm:{name}_count{{{labels}}} {float(total)}\nvllm:{name}_sum{{{labels}}} {histogram.sum}\n")
-    return "".join(lines)
+    return f"# HELP vllm:{name} Histogram.\n# TYPE vllm:{name} histogram\n", "".join(lines)
 
 
 def _escape(value: str) -> str:

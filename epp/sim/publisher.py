@@ -15,7 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import zmq
@@ -40,6 +40,18 @@ class EventsConfig:
     layout: EventFormat = "map"
     bytes_hashes: bool = False
     data_parallel_rank: int = 0
+
+    def of_rank(self, rank: int) -> EventsConfig:
+        """That of another rank, by vLLM's rule: on port + rank. A port that is connected to is shared."""
+        replay = self.replay_endpoint and shifted(self.replay_endpoint, rank)
+        return replace(self, endpoint=shifted(self.endpoint, rank), replay_endpoint=replay, data_parallel_rank=rank)
+
+
+def shifted(endpoint: str, by: int) -> str:
+    """An endpoint with `by` added to its port; a bound port 0 stays, a port connected to is shared."""
+    head, _, port = endpoint.rpartition(":")
+    bound = "*" in head or "::" in head
+    return f"{head}:{int(port) + by}" if bound and port.isdigit() and port != "0" else endpoint
 
 
 class EventPublisher:

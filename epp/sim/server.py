@@ -1,4 +1,4 @@
-"""The emulated worker in real time: an engine behind vLLM's HTTP interface.
+"""The emulated worker in real time: an engine, or one per data-parallel rank, behind vLLM's HTTP interface.
 
     worker = Worker(WorkerConfig(model="demo"), tokenizer)
     await worker.start(); ...; await worker.stop()
@@ -46,7 +46,11 @@ class WorkerConfig:
     port: int = 0
     name: str = ""
     engine: EngineConfig = field(default_factory=EngineConfig)
+    """Of each rank."""
+    data_parallel_size: int = 1
+    """Engines behind the port, each with blocks of its own; the header `X-data-parallel-rank` picks one."""
     events: EventsConfig | None = None
+    """Of rank 0; rank r publishes and replays on port + r."""
     faults: Faults = field(default_factory=Faults)
     lora_modules: tuple[str, ...] = ()
     speed: float = 1.0
@@ -60,12 +64,14 @@ class WorkerConfig:
 class Worker:
     def __init__(self, config: WorkerConfig, tokenizer: ChatTokenizer) -> None:
         self.config = config
-        self.core = EngineCore(replace(config.engine, output_vocabulary=tuple(tokenizer.words)))
-        self.engine = AsyncEngine(self.core, speed=config.speed)
+        engine = replace(config.engine, output_vocabulary=tuple(tokenizer.words))
+        self.engines = [AsyncEngine(EngineCore(engine), speed=config.speed) for _ in range(config.data_parallel_size)]
+        """By rank."""
         self.port = config.port
         self.name = config.name
         self.loras: dict[str, str] = {}
-        self.publisher: EventPublisher | None = None
+        self.publishers: list[EventPublisher] = []
+        """By rank; none without events."""
         self.dice = FaultDice(Faults())
         self._generator = Generator(self, tokenizer)
         self._lora_info = LoraInfo(config.engine.max_loras)
@@ -76,6 +82,38 @@ class Worker:
         self._listener: asyncio.Server | None = None
         for name in config.lora_modules:
             self._load_lora(name, name)
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """Of rank 0."""
+        return self.engines[0]
+
+    @property
+    def core(self) -> EngineCore:
+        """Of rank 0."""
+        return self.engine.core
+
+    @property
+    def cores(self) -> list[EngineCore]:
+        return [engine.core for engine in self.engines]
+
+    @property
+    def publisher(self) -> EventPublisher | None:
+        """Of rank 0."""
+        return self.publishers[0] if self.publishers else None
+
+    def engine_for(self, rank: str | None) -> AsyncEngine:
+        """The rank that a request header names; without one, or with one that is no number, the least busy one.
+
+        Raises ApiError, as vLLM does, for a rank that is not there.
+        """
+        try:
+            number = int(rank or "")
+        except ValueError:
+            return min(self.engines, key=lambda engine: engine.load)
+        if not 0 <= number < len(self.engines):
+            raise ApiError(400, f"data_parallel_rank {number} is out of range [0, {len(self.engines)}).")
+        return self.engines[number]
 
     @property
     def address(self) -> str:
@@ -102,32 +140,36 @@ class Worker:
             if self.config.events is not None:
                 topic = self.config.events.topic.replace("{address}", self.address)
                 topic = topic.replace("{model}", self.config.model)
-                self.publisher = EventPublisher(
-                    replace(self.config.events, topic=topic), lambda: self.dice.strikes(self.dice.faults.event_loss)
-                )
-                self.engine.on_events = self.publisher.publish
+                for rank, engine in enumerate(self.engines):
+                    publisher = EventPublisher(
+                        replace(self.config.events.of_rank(rank), topic=topic),
+                        lambda: self.dice.strikes(self.dice.faults.event_loss),
+                    )
+                    self.publishers.append(publisher)
+                    engine.on_events = publisher.publish
         except (OSError, ValueError):
             await self.stop()
             raise
-        self.engine.start()
+        for engine in self.engines:
+            engine.start()
         await self.set_faults(self.config.faults)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Stop listening, let running requests end for `grace_s` seconds, then drop them."""
         self._forget_fault_end()
         self._close_listener()
-        await self.engine.stop(grace_s)
+        await asyncio.gather(*(engine.stop(grace_s) for engine in self.engines))
         if self._runner is not None:
             await self._runner.cleanup()
-        if self.publisher is not None:
-            await self.publisher.stop()
-            self.publisher = None
+        while self.publishers:
+            await self.publishers.pop().stop()
 
     async def set_faults(self, faults: Faults, *, asked_over: asyncio.BaseTransport | None = None) -> None:
         """Put faults in force instead of those before. `asked_over` is a connection that a refusal spares."""
         self._forget_fault_end()
         self.dice = FaultDice(faults)
-        self.engine.slow_factor = faults.slow
+        for engine in self.engines:
+            engine.slow_factor = faults.slow
         self._frozen_metrics = self._metrics_page() if faults.stale_metrics else None
         if faults.refuse == "close":
             self._close_listener()
@@ -262,33 +304,34 @@ class Worker:
         return web.Response(text=page, headers={"content-type": "text/plain; version=0.0.4; charset=utf-8"})
 
     def _metrics_page(self) -> str:
-        running = self.core.scheduler.running
+        running = [sequence for core in self.cores for sequence in core.scheduler.running]
         self._lora_info.update((s.lora_name for s in running if s.lora_name), time.time())
-        return render_metrics(self.core, self.config.model, self._lora_info)
+        return render_metrics(self.cores, self.config.model, self._lora_info)
 
     async def _event_sources(self, request: web.Request) -> web.Response:
         """As vLLM tells them: a list with an entry per data-parallel rank, an empty object without events."""
-        publisher = self.publisher
-        if publisher is None:
-            return web.json_response({})
-        replay = publisher.replay_endpoint
-        source = {
-            "data_parallel_rank": publisher.config.data_parallel_rank,
-            "endpoint": self.reachable(publisher.endpoint),
-            "replay_endpoint": replay and self.reachable(replay),
-            "topic": publisher.config.topic,
-        }
-        return web.json_response([source])
+        sources = [
+            {
+                "data_parallel_rank": publisher.config.data_parallel_rank,
+                "endpoint": self.reachable(publisher.endpoint),
+                "replay_endpoint": publisher.replay_endpoint and self.reachable(publisher.replay_endpoint),
+                "topic": publisher.config.topic,
+            }
+            for publisher in self.publishers
+        ]
+        return web.json_response(sources or {})
 
     async def _sleep(self, request: web.Request) -> web.Response:
         level = request.query.get("level", "1")
         if level not in ("0", "1", "2"):
             raise ApiError(400, "level must be 0, 1 or 2", param="level")
-        self.core.sleep(int(level))
+        for core in self.cores:
+            core.sleep(int(level))
         return web.Response()
 
     async def _wake_up(self, request: web.Request) -> web.Response:
-        self.engine.wake_up()
+        for engine in self.engines:
+            engine.wake_up()
         return web.Response()
 
     async def _is_sleeping(self, request: web.Request) -> web.Response:
@@ -296,7 +339,8 @@ class Worker:
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         preempt = request.query.get("reset_running_requests", "false").lower() == "true"
-        return web.json_response({"success": self.core.reset_prefix_cache(preempt_running=preempt)})
+        reset = [core.reset_prefix_cache(preempt_running=preempt) for core in self.cores]
+        return web.json_response({"success": all(reset)})
 
     async def _load_lora_adapter(self, request: web.Request) -> web.Response:
         body = read_body(await request.read(), LoraBody)
@@ -313,8 +357,9 @@ class Worker:
 
     def _load_lora(self, name: str, path: str) -> None:
         self.loras[name] = path
-        numbers = self.core.kv.lora_ids
-        numbers.setdefault(name, len(numbers) + 1)
+        for core in self.cores:
+            numbers = core.kv.lora_ids
+            numbers.setdefault(name, len(numbers) + 1)
 
     async def _get_faults(self, request: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(self.dice.faults), content_type="application/json")
