@@ -10,7 +10,7 @@ VLLM_STAMP := $(VLLM_VENV)/.installed
 INPUTS := pyproject.toml proto/compile.py proto/hatch_build.py $(wildcard proto/*.proto)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm check lint format types bench envoy-files clean
+.PHONY: help demo test test-redis test-vllm check lint format types bench envoy-files clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,7 +26,11 @@ demo: $(STAMP) ## Real Envoy, kvsteer and four emulated workers on recorded agen
 	@$(BIN)/kvsteer demo --out build/demo.json $(if $(KEEP),--keep) $(DEMO_ARGS)
 
 test: $(STAMP) ## The whole test suite that needs only the package index
-	@$(BIN)/python -m pytest -m "not vllm" $(TEST_ARGS)
+	@$(BIN)/python -m pytest -m "not vllm and not redis" $(TEST_ARGS)
+
+test-redis: $(STAMP) ## Tests of replicas on a real redis-server (apt-get install redis-server)
+	@command -v redis-server >/dev/null || { echo "make test-redis needs redis-server (Debian: apt-get install redis-server)"; exit 1; }
+	@$(BIN)/python -m pytest -m redis tests/shared $(TEST_ARGS)
 
 test-vllm: $(STAMP) $(VLLM_STAMP) ## Tests on real vLLM workers on the CPU (2.2 GB more; Python 3.11)
 	@KVSTEER_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm $(TEST_ARGS)

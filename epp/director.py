@@ -82,6 +82,18 @@ class DecisionSink(Protocol):
     def finished(self, decision: Decision, outcome: Outcome | None = None) -> None: ...
 
 
+class Sharing(Protocol):
+    """Tells the picker's other replicas what is decided here."""
+
+    @property
+    def reason(self) -> str:
+        """Why they cannot be told or heard; empty when they can."""
+
+    def picked(self, request: InferenceRequest, endpoint: Endpoint) -> int: ...
+
+    def ended(self, number: int) -> None: ...
+
+
 class Flight:
     """One request that was steered and has not ended."""
 
@@ -100,6 +112,7 @@ class Flight:
         "response_bytes",
         "scheduler",
         "served",
+        "shared",
         "stats",
         "status",
         "undoing",
@@ -134,6 +147,8 @@ class Flight:
         self.undoing: Undoing | None = None
         self.response_bytes = 0
         self.served = ""
+        self.shared = 0
+        """The number under which other replicas know of it; 0 = they do not."""
         self.status: int | None = None
 
 
@@ -180,6 +195,7 @@ class Director:
         self.decisions = decisions
         self.options = options or Options()
         self.rates = TokenRates()
+        self.shared: Sharing | None = None
         self.tokens: Tokens | None = None
         """Where token ids come from; None: no model is registered, and prompts are weighed by their bytes."""
         self._wall = wall
@@ -322,6 +338,8 @@ class Director:
         flight = Flight(request, decision, scheduler, endpoint.acquire(_weight(decision), now), stats, now)
         self.health.picked(endpoint, now)
         scheduler.picked(request, decision, now)
+        if self.shared is not None:
+            flight.shared = self.shared.picked(request, endpoint)
         # A response may run for an hour; its prompt, half a megabyte or more, is needed no longer.
         request.prompts, request.prompt_seed, request.tokens = (), b"", ()
         self.decisions.decided(decision)
@@ -393,6 +411,9 @@ class Director:
         flight.load.release()
         flight.load = other.acquire(_weight(flight.decision), now)
         flight.endpoint = other
+        if self.shared is not None:
+            self.shared.ended(flight.shared)
+            flight.shared = self.shared.picked(flight.request, other)
 
     def response_data(self, flight: Flight, data: bytes, now: float) -> None:
         """A piece of the response body went by."""
@@ -431,6 +452,8 @@ class Director:
         if load is not None:
             load.release()
             self._observable.pop(flight.key, None)
+            if self.shared is not None:
+                self.shared.ended(flight.shared)
         if flight.accounted or flight.observed:
             return
         flight.accounted = True

@@ -44,6 +44,8 @@ from epp.observe.decision_log import DecisionLog, LogFile
 from epp.observe.metrics import Metrics
 from epp.reload import ConfigWatcher, announce
 from epp.scheduler import Scheduler
+from epp.shared.redis_stream import StreamSettings
+from epp.shared.service import SharedService
 from epp.signals.health import Health
 from epp.signals.outcome import Outcome
 from epp.signals.scraper import Scraper, ScrapeSettings
@@ -77,6 +79,10 @@ class Settings:
     decision_log: LogFile | None = None
     envoy_endpoints: Path | None = None
     """A file that Envoy follows to know the pool (`envoy-config --endpoints file:PATH`)."""
+    shared_state: StreamSettings | None = None
+    """Where this picker and its other replicas tell each other what they do."""
+    state_file: Path | None = None
+    """Where it is kept from one run to the next what workers hold."""
     drain_delay_s: float = 3.0
     """From readiness off to no new streams: Envoy's health check (every second, two failures) must have seen it."""
     plugin_limits: PluginLimits = field(default_factory=PluginLimits)
@@ -155,6 +161,11 @@ class Picker:
         )
         self.knowledge = Knowledge(self.pool, self._tokens_replaced)
         self.membership.listeners.append(self.knowledge.changed)
+        self.shared = SharedService(
+            self.pool, lambda: self.scheduler.plugins, settings.shared_state, settings.state_file, random=other_random
+        )
+        self.director.shared = self.shared.told
+        self.membership.listeners.append(self.shared.changed)
         self.watcher = (
             ConfigWatcher(settings.config_file, lambda: self.scheduler, self._reconfigured)
             if settings.config_file
@@ -222,6 +233,8 @@ class Picker:
         stack.push_async_callback(self.membership.stop)
         if self.envoy_file is not None:
             self.envoy_file.create()
+        stack.push_async_callback(self.shared.stop)
+        self.shared.start()
         await self.membership.start(self.settings.sources())
         tasks = [asyncio.create_task(self._tick())]
         if self.watcher is not None:
@@ -244,6 +257,7 @@ class Picker:
         if (envoy_file := self.envoy_file) is not None:
             sources["envoy_endpoints"] = lambda: {"written": envoy_file.written, "failed": envoy_file.failed}
         sources["decision_log"] = lambda: {"written": self.decisions.written, "dropped": self.decisions.dropped}
+        sources.update(self.shared.sources())
         sources["plugin"] = lambda: {"faults": self.scheduler.faults.by_kind()}
         if (watcher := self.watcher) is not None:
             sources["config"] = lambda: {"taken": watcher.taken, "refused": watcher.refused}
@@ -263,6 +277,7 @@ class Picker:
     async def _tick(self) -> None:
         while True:
             self.health.tick(time.monotonic())
+            self.shared.tick()
             self._report_readiness()
             if self.settings.tls is not None:
                 self.settings.tls.refresh()

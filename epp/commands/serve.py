@@ -26,6 +26,7 @@ from epp.kvcache.tokens import ModelFolderError
 from epp.number_types import Number, seconds
 from epp.observe.decision_log import LogFile
 from epp.serve import Picker, Settings
+from epp.shared.redis_stream import RedisMissing, parse_url
 from epp.signals.scraper import ScrapeSettings
 
 SECONDS = seconds()
@@ -148,6 +149,16 @@ POSITIVE_SECONDS = seconds(0.01)
     help="Share of decisions written.",
 )
 @click.option(
+    "--shared-state",
+    metavar="redis://HOST:PORT/DB[?stream=NAME]",
+    help="Redis or Valkey through which the picker's replicas tell each other their picks (docs/replicas.md).",
+)
+@click.option(
+    "--state-file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Keep what workers hold in this file, from shutdown to the next start.",
+)
+@click.option(
     "--drain-delay",
     type=SECONDS,
     default=3.0,
@@ -190,6 +201,8 @@ def command(
     inject_usage: bool,
     decision_log: Path | None,
     decision_log_sample: float,
+    shared_state: str | None,
+    state_file: Path | None,
     drain_delay: float,
     plugin_time_limit: float,
     grace: float,
@@ -231,6 +244,8 @@ def command(
                 model_rewrites=_rewrites(model_rewrite), inject_usage=inject_usage, observe_responses=observe_responses
             ),
             decision_log=LogFile(decision_log, sample=decision_log_sample) if decision_log else None,
+            shared_state=parse_url(shared_state) if shared_state else None,
+            state_file=state_file,
             drain_delay_s=drain_delay,
             plugin_limits=PluginLimits(time_limit_s=plugin_time_limit),
             grace_s=grace,
@@ -243,7 +258,7 @@ def command(
         sys.exit(2)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    except (AddressError, TlsError) as error:
+    except (AddressError, RedisMissing, TlsError) as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

@@ -113,6 +113,10 @@ class History(Generic[E]):
             return None
         return run.chain(depth - run.start)
 
+    def endpoints(self) -> tuple[E, ...]:
+        """Those that hold something, or did."""
+        return tuple(self._owners)
+
     def chains(self, endpoint: E) -> Iterator[Keys]:
         """What an endpoint holds, as chains from the root, used longest ago first. Nothing may change meanwhile."""
         owner = self._owners.get(endpoint)

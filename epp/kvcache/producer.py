@@ -7,7 +7,7 @@ model's learned rate says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -17,6 +17,7 @@ from epp.kvcache.blocks import Keys, request_keys
 from epp.kvcache.history import History
 from epp.plugin import Candidates, Endpoint, Handle, InferenceRequest, Outcome, Producer, Range
 from epp.request import BYTES_PER_TOKEN
+from epp.shared.learning import Holding
 
 MAX_ITEMS = 64
 """Prompts of one request that are looked up; the work of a request stays bounded, the rest counts as uncached."""
@@ -114,6 +115,26 @@ class ApproxPrefixCache(Producer[PrefixParameters]):
 
     def removed(self, endpoint: Endpoint) -> None:
         self.history.remove(endpoint)
+
+    # What replicas of the picker share (`epp.shared.learning`)
+
+    def learners(self) -> Sequence[ApproxPrefixCache]:
+        return (self,)
+
+    def taught(self, request: InferenceRequest) -> Sequence[Keys]:
+        lookup = request.attributes.get(self.name)
+        return lookup.keys if isinstance(lookup, _Lookup) else ()
+
+    def learn(self, endpoint: Endpoint, keys: Keys, now: float) -> None:
+        del now
+        self.history.insert(endpoint, keys, self._capacity(endpoint))
+
+    def known(self) -> Iterator[list[Holding]]:
+        for endpoint in self.history.endpoints():
+            yield [Holding(endpoint, keys) for keys in self.history.chains(endpoint)]
+
+    def believe(self, holding: Holding, now: float) -> None:
+        self.learn(holding.endpoint, holding.keys, now)
 
     def _insert(self, lookup: _Lookup, endpoint: Endpoint) -> None:
         if endpoint.pool is None:

@@ -203,14 +203,14 @@ class Metrics(Collector):
 
 
 def _of_source(source: str, name: str, value: float | Mapping[str, float]) -> Metric:
-    """A number of another part: a counter, by `kind` where it is a mapping; a gauge where its name ends in `_open`."""
+    """A number of another part: a gauge if it ends in `_open` or `_seconds`, else a counter; by `kind` if a mapping."""
     full, text = f"kvsteer_{source}_{name}", f"{source}: {name}".replace("_", " ")
     if isinstance(value, Mapping):
         family = CounterMetricFamily(full, text, labels=["kind"])
         for kind, count in value.items():
             family.add_metric([kind.lower().replace("-", "_")], count)
         return family
-    if name.endswith("_open"):
+    if name.endswith(("_open", "_seconds")):
         return GaugeMetricFamily(full, text, value=value)
     return CounterMetricFamily(full, text, value=value)
 

@@ -11,6 +11,7 @@ from epp.discovery.dns import DnsDiscovery
 from epp.discovery.file import FileDiscovery
 from epp.observe.decision_log import LogFile
 from epp.serve import Picker, Settings
+from epp.shared.redis_stream import parse_url
 from tests.docs.pages import PAGES
 
 METRICS = next(page for page in PAGES if page.path.name == "metrics.md")
@@ -30,6 +31,8 @@ async def exposed(folder: Path) -> dict[str, str]:
         config_file=folder / "config.yaml",
         decision_log=LogFile(folder / "decisions.jsonl"),
         envoy_endpoints=folder / "endpoints.yaml",
+        shared_state=parse_url("redis://127.0.0.1:1/0"),
+        state_file=folder / "state",
     )
     picker = Picker(settings)
     started = asyncio.Event()
