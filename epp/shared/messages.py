@@ -57,6 +57,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     """What the sender has in flight at an endpoint: no difference, but what it is now."""
 
     address: Name
+    """An `Endpoint.key`, as everywhere here."""
     requests: Count
     tokens: Count
 

@@ -76,7 +76,7 @@ class SharedState:
             except Exception as fault:
                 self._fault(learner, fault)
         self.wake()
-        return self.replica.picked(endpoint.address, chains)
+        return self.replica.picked(endpoint.key, chains)
 
     def ended(self, number: int) -> None:
         """That request is over. Later calls do nothing."""
@@ -89,10 +89,10 @@ class SharedState:
         """The pool's members changed."""
         del left
         for endpoint in joined:
-            requests, tokens = self.replica.load(endpoint.address)
+            requests, tokens = self.replica.load(endpoint.key)
             if requests:
                 endpoint.count_remote(requests=requests, tokens=tokens)
-            self._take_over(endpoint, self._waiting.pop(endpoint.address, ()), now)
+            self._take_over(endpoint, self._waiting.pop(endpoint.key, ()), now)
 
     def tick(self, now: float) -> None:
         """Time passes. Call it a few times a second."""
@@ -107,7 +107,7 @@ class SharedState:
     def outgoing(self, now: float) -> bytes | None:
         """The next message, if there is anything to tell."""
         return self.replica.outgoing(
-            now, {e.address: (e.in_flight, e.in_flight_tokens) for e in self.pool.endpoints if e.in_flight}
+            now, {e.key: (e.in_flight, e.in_flight_tokens) for e in self.pool.endpoints if e.in_flight}
         )
 
     def snapshot(self) -> Iterator[Chunk]:
@@ -132,7 +132,7 @@ class SharedState:
     def take(self, chunk: Chunk, now: float) -> None:
         """Take over a part of a snapshot. Blocks of endpoints not in the pool wait for them for a minute."""
         for known in chunk.known:
-            endpoint = self.pool.by_address.get(known.address)
+            endpoint = self.pool.by_key.get(known.address)
             if endpoint is not None:
                 self._take_over(endpoint, known.passages, now)
             elif self._waiting_bytes < MAX_WAITING_BYTES:
@@ -143,7 +143,7 @@ class SharedState:
     # -- what others tell (`replica.Listener`)
 
     def remote_load(self, address: str, requests: int, tokens: int, now: float) -> None:
-        endpoint = self.pool.by_address.get(address)
+        endpoint = self.pool.by_key.get(address)
         if endpoint is None:
             return
         more = tokens - endpoint.remote_tokens
@@ -153,7 +153,7 @@ class SharedState:
             endpoint.set("prefill_until", until)
 
     def learned(self, address: str, space: str, keys: Keys, now: float) -> End | None:
-        endpoint = self.pool.by_address.get(address)
+        endpoint = self.pool.by_key.get(address)
         learner = next((one for one in self._learners() if one.name == space), None)
         if endpoint is None or learner is None:
             return None
@@ -214,7 +214,7 @@ def _by_address(space: str, lot: Sequence[Holding]) -> dict[str, list[Passage]]:
     passages: dict[str, list[Passage]] = {}
     told: dict[str, Told] = {}
     for holding in lot:
-        address = holding.endpoint.address
+        address = holding.endpoint.key
         parts = passages.setdefault(address, [])
         if holding.tier is None:
             parts.extend(told.setdefault(address, Told()).all_untold(space, holding.keys))
