@@ -240,7 +240,8 @@ class Pool:
         self.endpoints: list[Endpoint] = []
         self.by_key: dict[str, Endpoint] = {}
         self.columns: dict[str, Floats] = {name: np.full(16, _initial(name)) for name in COLUMNS}
-        self._whole_columns: dict[str, Floats] = {}
+        self._whole: dict[str, Floats] = {}
+        """Read-only views of the columns over all endpoints; others when members change."""
         self._everyone: tuple[Endpoint, ...] = ()
         self.update(add=endpoints)
 
@@ -255,8 +256,10 @@ class Pool:
         for endpoint in add:
             self._add(endpoint)
         self.version += 1
-        self._whole_columns = {}
         self._everyone = tuple(self.endpoints)
+        self._whole = {name: column[: len(self.endpoints)] for name, column in self.columns.items()}
+        for view in self._whole.values():
+            view.flags.writeable = False
 
     def _add(self, endpoint: Endpoint) -> None:
         if endpoint.key in self.by_key:
@@ -285,11 +288,7 @@ class Pool:
 
     def whole_column(self, name: str) -> Floats:
         """One live column over all endpoints, row for row; read-only, and the same view until members change."""
-        view = self._whole_columns.get(name)
-        if view is None:
-            view = self._whole_columns[name] = self.columns[name][: len(self.endpoints)]
-            view.flags.writeable = False
-        return view
+        return self._whole[name]
 
     def served_by(self, address: str, picked: Endpoint) -> Endpoint | None:
         """The endpoint that served a request meant for `picked`, when a gateway says it went to `address`.
@@ -313,7 +312,7 @@ class Pool:
         else:
             rows = [e.row for e in endpoints if e.available and (e.address in subset or e.host in subset)]
         if len(rows) == len(endpoints):
-            return Candidates(self, endpoints, slice(0, len(endpoints)), now)
+            return Candidates(self, endpoints, slice(0, len(rows)), now, np.zeros(len(rows)), whole=self._whole)
         return Candidates(self, tuple(endpoints[r] for r in rows), np.array(rows, dtype=np.intp), now)
 
 
@@ -350,6 +349,8 @@ class Candidates:
     producer); goes into the decision's estimate. None: nobody estimated."""
     expected_cost: Floats | None = None
     """`expected_ttft` plus the seconds the choice would cost the requests already there, shape (n,)."""
+    whole: Mapping[str, Floats] | None = field(default=None, repr=False)
+    """The pool's columns where these are all its endpoints."""
 
     def __post_init__(self) -> None:
         if len(self.cached_tokens) != len(self.endpoints):
@@ -366,10 +367,9 @@ class Candidates:
 
     def column(self, name: str) -> Floats:
         """One live column for these candidates; `name` is one of `COLUMNS`. Read-only: writing to it raises."""
-        pool, rows = self.pool, self.rows
-        if isinstance(rows, slice) and rows.stop == len(pool.endpoints):
-            return pool.whole_column(name)
-        values = pool.columns[name][rows]
+        if self.whole is not None:
+            return self.whole[name]
+        values = self.pool.columns[name][self.rows]
         values.flags.writeable = False
         return values
 

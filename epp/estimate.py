@@ -27,6 +27,9 @@ import numpy as np
 from epp.endpoint import Pool
 from epp.plugin import Candidates, Duration, Endpoint, Floats, Handle, InferenceRequest, Mask, Outcome, Producer, Range
 
+_max, _min = np.maximum.reduce, np.minimum.reduce
+"""Half the time of the methods `max` and `min`, which call these."""
+
 RATE_BOUNDS = (50.0, 2_000_000.0)
 OVERHEAD_BOUNDS = (0.001, 30.0)
 
@@ -67,10 +70,10 @@ class _Pending:
     """The estimate of one request over the candidates its producer saw, until the pick."""
 
     candidates: Candidates
-    work: Floats
+    work_s: Floats
     uncached: Floats
     load: Floats
-    rate: Floats
+    pace: Floats
 
 
 class TTFTEstimator(Producer[EstimatorParameters]):
@@ -91,26 +94,48 @@ class TTFTEstimator(Producer[EstimatorParameters]):
     def __init__(self, parameters: EstimatorParameters, handle: Handle, name: str) -> None:
         super().__init__(parameters, handle, name)
         self._models: dict[Endpoint, FirstTokenModel] = {}
+        self._learned: tuple[tuple[Endpoint, ...], Floats, Floats] | None = None
+        """Pace and overhead of the last candidates, as long as nothing more is learned."""
         self._mean_uncached = 1000.0
         self._faded_at = -math.inf
 
     def produce(self, request: InferenceRequest, candidates: Candidates) -> None:
+        """The formulas above in seconds, in place where an array is its own: 12 us for 16 endpoints, mostly calls."""
         p = self.parameters
-        rate = _or_median(candidates.column("prefill_rate"), p.prefill_tokens_per_second)
-        rate = rate * _slow_start(candidates, p.slow_start)
-        overhead = _or_median(candidates.column("first_token_overhead"), p.overhead)
+        pace, overhead = self._pace_and_overhead(candidates)
+        if (factor := _slow_start(candidates, p.slow_start)) is not None:
+            pace = pace / factor
         uncached = np.maximum(request.prompt_tokens - candidates.cached_tokens, 0.0)
+        uncached_s = uncached * pace
         foreign, load = _others(candidates, p.stale_after)
+        foreign *= self._mean_uncached
+        work_s = foreign * pace
+        work_s += uncached_s
         left_s = np.maximum(candidates.column("prefill_until") - candidates.now, 0.0)
-        ahead = np.minimum(candidates.column("in_flight_tokens"), left_s * rate)
-        work = ahead + foreign * self._mean_uncached + uncached
-        ttft = overhead + work / rate + load * p.request_cost
-        candidates.expected_ttft = ttft if candidates.restore_s is None else ttft + candidates.restore_s
+        work_s += np.minimum(candidates.column("in_flight_tokens") * pace, left_s)
+        ttft = load * p.request_cost
+        ttft += overhead
+        ttft += work_s
+        if candidates.restore_s is not None:
+            ttft = ttft + candidates.restore_s
+        candidates.expected_ttft = ttft
         recent = candidates.column("recent_tokens")
-        turnover = recent / max(float(recent.max(initial=0.0)), 1.0)
-        others = p.decode_weight * load + p.eviction_weight * turnover
-        candidates.expected_cost = candidates.expected_ttft + others * uncached / rate
-        request.attributes[self.name] = _Pending(candidates, work, uncached, load, rate)
+        cost = recent * (p.eviction_weight / max(float(_max(recent, initial=0.0)), 1.0))
+        cost += load * p.decode_weight
+        cost *= uncached_s
+        cost += ttft
+        candidates.expected_cost = cost
+        request.attributes[self.name] = _Pending(candidates, work_s, uncached, load, pace)
+
+    def _pace_and_overhead(self, candidates: Candidates) -> tuple[Floats, Floats]:
+        """Seconds per token and overhead of each endpoint, shape (n,); kept while nothing is learned."""
+        p = self.parameters
+        # The whole pool is one tuple until its members change.
+        if self._learned is None or self._learned[0] is not candidates.endpoints:
+            pace = 1.0 / _or_median(candidates.column("prefill_rate"), p.prefill_tokens_per_second)
+            overhead = _or_median(candidates.column("first_token_overhead"), p.overhead)
+            self._learned = (candidates.endpoints, pace, overhead)
+        return self._learned[1:]
 
     def picked(self, request: InferenceRequest, endpoints: Mapping[str, Endpoint]) -> None:
         pending = request.attributes.get(self.name)
@@ -120,12 +145,11 @@ class TTFTEstimator(Producer[EstimatorParameters]):
         self._fade(pending.candidates.pool, now)
         for endpoint in set(endpoints.values()):
             i = pending.candidates.endpoints.index(endpoint)
-            prefill_s = float(pending.uncached[i] / pending.rate[i])
-            expected[endpoint] = Expectation(
-                float(pending.work[i]), float(pending.uncached[i]), float(pending.load[i]), prefill_s
-            )
-            self._mean_uncached += 0.05 * (float(pending.uncached[i]) - self._mean_uncached)
-            endpoint.set("recent_tokens", endpoint.get("recent_tokens") + float(pending.uncached[i]))
+            uncached, pace = pending.uncached.item(i), pending.pace.item(i)
+            prefill_s = uncached * pace
+            expected[endpoint] = Expectation(pending.work_s.item(i) / pace, uncached, pending.load.item(i), prefill_s)
+            self._mean_uncached += 0.05 * (uncached - self._mean_uncached)
+            endpoint.set("recent_tokens", endpoint.get("recent_tokens") + uncached)
             until = endpoint.get("prefill_until")
             endpoint.set("prefill_until", max(now, until if until == until else now) + prefill_s)
         request.attributes[self.name] = expected
@@ -148,6 +172,7 @@ class TTFTEstimator(Producer[EstimatorParameters]):
             p = self.parameters
             model = self._models[endpoint] = FirstTokenModel(p.prefill_tokens_per_second, max(p.overhead, 0.001))
         model.observe(work_tokens=work, seconds=seconds)
+        self._learned = None
         if model.rate_samples:
             endpoint.set("prefill_rate", model.rate)
         if model.overhead_samples:
@@ -213,10 +238,13 @@ def _any_nan(values: Floats) -> bool:
     return math.isnan(values.dot(values))
 
 
-def _slow_start(candidates: Candidates, duration_s: float) -> Floats | float:
-    """Factors on the rate, a quarter to 1, relative to the longest-serving candidate: all new is nobody new."""
-    if candidates.now - float(candidates.column("ready_at").max(initial=-math.inf)) >= duration_s:
-        return 1.0
+def _slow_start(candidates: Candidates, duration_s: float) -> Floats | None:
+    """Factors on the rate, a quarter to 1, relative to the longest-serving candidate: all new is nobody new.
+
+    None: nobody is new.
+    """
+    if candidates.now - float(_max(candidates.column("ready_at"), initial=-math.inf)) >= duration_s:
+        return None
     ramp = np.maximum(candidates.ramp(duration_s), 0.25)
     relative: Floats = ramp / ramp.max()
     return relative
@@ -229,7 +257,7 @@ def _others(candidates: Candidates, stale_after_s: float) -> tuple[Floats, Float
     waiting = candidates.column("waiting")
     foreign_waiting = np.maximum(waiting - seen, 0.0)
     foreign = np.maximum(waiting + candidates.column("running") - seen, 0.0)
-    oldest = candidates.column("scraped_at").min(initial=math.inf)
+    oldest = _min(candidates.column("scraped_at"), initial=math.inf)
     if oldest >= candidates.now - stale_after_s and not _any_nan(foreign):  # all known: nothing to make neutral
         return foreign_waiting, own + foreign
     fresh = candidates.fresh(stale_after_s)

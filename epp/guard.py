@@ -73,13 +73,14 @@ class Guard:
     def __init__(self, plugin: Plugin[Any], limits: Limits) -> None:
         self.plugin = plugin
         self._limits = limits
-        self._inline = is_shipped(type(plugin))
+        self.inline = is_shipped(type(plugin))
+        """Called straight, and trusted to give what its contract says."""
         self._worker: _Worker | None = None
         self._until = float("-inf")
 
     def call(self, now: float, function: Callable[..., T], *args: Any) -> T:
         """The result of `function(*args)`, which may itself raise Fault; raises Fault and nothing else."""
-        if self._inline:
+        if self.inline:
             try:
                 return function(*args)
             except Fault:

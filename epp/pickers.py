@@ -36,11 +36,11 @@ class MaxScorePicker(Picker[HowMany]):
     def pick(self, request: InferenceRequest, candidates: Candidates, scores: Floats) -> Sequence[int] | NDArray[Any]:
         count = min(self.parameters.max_num_of_endpoints, len(candidates))
         if count == 1:
-            ties = np.flatnonzero(scores >= scores.max() - TIE)
+            ties = (scores >= np.maximum.reduce(scores) - TIE).nonzero()[0]
             if len(ties) > 1:
                 in_flight = candidates.column("in_flight")[ties]
-                ties = ties[in_flight == in_flight.min()]
-            return (int(ties[self.handle.random.randrange(len(ties))] if len(ties) > 1 else ties[0]),)
+                ties = ties[in_flight == np.minimum.reduce(in_flight)]
+            return (ties.item(self.handle.random.randrange(len(ties)) if len(ties) > 1 else 0),)
         rounded = np.round(scores / TIE)
         order = np.lexsort((_uniform(self.handle, len(scores)), candidates.column("in_flight"), -rounded))
         return order[:count]

@@ -2,6 +2,7 @@
 
 In: a plugin and its arguments. Out: checked values (a mask, scores, endpoints, names of profiles). The scheduler runs
 these under the plugin's guard, so that odd return values (lazy, endless, raising when looked at) are its fault too.
+Shipped producers and scorers are called without: the checks took a sixth of a decision.
 """
 
 from __future__ import annotations

@@ -16,11 +16,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from random import Random
 from types import MappingProxyType
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from epp import returned
@@ -52,21 +54,20 @@ class Unschedulable(Exception):
 class _Profile:
     name: str
     filters: tuple[tuple[str, Guard, Filter[Any]], ...]
-    scorers: tuple[tuple[str, Guard, Scorer[Any]], ...]
+    scorers: tuple[tuple[str, Guard, Callable[[InferenceRequest, Candidates], Any]], ...]
     weights: Floats
     picker: tuple[str, Guard, Picker[Any]]
 
 
-@dataclass(slots=True)
-class _Run:
+class _Run(msgspec.Struct):
     """One request on its way through the profiles."""
 
     request: InferenceRequest
     candidates: Candidates
-    reasons: list[str] = field(default_factory=list)
-    traces: list[ProfileTrace] = field(default_factory=list)
-    results: dict[str, Sequence[Endpoint] | None] = field(default_factory=dict)
-    estimates: dict[str, Estimate] = field(default_factory=dict)
+    reasons: list[str] = msgspec.field(default_factory=list)
+    traces: list[ProfileTrace] = msgspec.field(default_factory=list)
+    results: dict[str, Sequence[Endpoint] | None] = msgspec.field(default_factory=dict)
+    estimates: dict[str, Estimate] = msgspec.field(default_factory=dict)
 
 
 class Scheduler:
@@ -97,7 +98,8 @@ class Scheduler:
             self._guards[wanted.name] = kept or Guard(_make(wanted, self.handle, config.source), self._limits)
         self.plugins: dict[str, Plugin[Any]] = {name: guard.plugin for name, guard in self._guards.items()}
         self.handle.plugins = dict(self.plugins)
-        self._producers = [(n, self._guards[n], cast(Producer[Any], self.plugins[n])) for n in config.producers]
+        self._producers = [(n, self._guards[n], _producing(self._guards[n])) for n in config.producers]
+        self._all_shipped = all(guard.inline for guard in self._guards.values())
         self._profiles = {p.name: self._profile(p) for p in config.profiles}
         self._names = tuple(self._profiles)
         self._handler_guard = self._guards[config.handler]
@@ -121,7 +123,7 @@ class Scheduler:
         return _Profile(
             config.name,
             tuple(named(name) for name in config.filters),
-            tuple(named(name) for name, _ in config.scorers),
+            tuple((name, self._guards[name], _scoring(self._guards[name])) for name, _ in config.scorers),
             np.array([weight for _, weight in config.scorers], dtype=np.float64),
             named(config.picker),
         )
@@ -159,16 +161,22 @@ class Scheduler:
 
     def _produce(self, run: _Run) -> None:
         candidates = run.candidates
-        for name, guard, producer in self._producers:
+        for name, guard, produce in self._producers:
             try:
-                made = guard.call(candidates.now, returned.produced, producer, run.request, candidates)
-                for field, values in zip(PRODUCED, made, strict=True):
-                    setattr(candidates, field, values)
+                made = guard.call(candidates.now, produce, run.request, candidates)
+                if made is not None:
+                    for field, values in zip(PRODUCED, made, strict=True):
+                        setattr(candidates, field, values)
             except Fault as fault:
                 self._note(name, fault, run)
-            if wrong := returned.repair(candidates):
+            if not guard.inline and (wrong := returned.repair(candidates)):
                 self._note(name, Fault("shape", wrong), run)
-        returned.freeze(candidates)
+        self._freeze(candidates)
+
+    def _freeze(self, candidates: Candidates) -> None:
+        """Filters and scorers of one request share the arrays; ours know not to write."""
+        if not self._all_shipped:
+            returned.freeze(candidates)
 
     def _run_profiles(self, run: _Run) -> str | None:
         """Run what the handler asks for; the profile that decides, or None."""
@@ -206,7 +214,7 @@ class Scheduler:
             if not remaining:
                 return ProfileTrace(profile.name, tuple(filters), (), (), np.zeros(0), profile.picker[0], ())
         if remaining is not run.candidates:
-            returned.freeze(remaining)
+            self._freeze(remaining)
         scorers, totals = self._score(profile, remaining, run)
         name, guard, picker = profile.picker
         try:
@@ -234,18 +242,18 @@ class Scheduler:
         # One row per scorer: a copy of what the plugin gave (it may go on using its array), and the sum is one product.
         raw = np.zeros((len(scorers), count))
         texts = [""] * len(scorers)
-        for i, (name, guard, scorer) in enumerate(scorers):
+        for i, (name, guard, score) in enumerate(scorers):
             try:
-                raw[i] = guard.call(candidates.now, returned.scores, scorer, run.request, candidates)
+                raw[i] = guard.call(candidates.now, score, run.request, candidates)
             except Fault as fault:
                 texts[i] = self._note(name, fault, run)
         # The comparison is false also when there is a NaN.
-        if scorers and not (raw.min() >= 0.0 and raw.max() <= 1.0):
+        if scorers and not (np.minimum.reduce(raw, None) >= 0.0 and np.maximum.reduce(raw, None) <= 1.0):
             for i, missing in enumerate(np.isnan(raw).sum(axis=1).tolist()):
                 if missing:
                     texts[i] = self._note(scorers[i][0], Fault("nan", f"for {missing} of {count} candidates"), run)
             raw = np.clip(np.nan_to_num(raw, nan=0.0, posinf=1.0, neginf=0.0), 0.0, 1.0)
-        totals = profile.weights @ raw
+        totals = profile.weights.dot(raw)
         totals.flags.writeable = False
         traces = [
             ScorerTrace(name, weight, row, text)
@@ -301,6 +309,18 @@ def _make(wanted: PluginConfig, handle: Handle, source: str) -> Plugin[Any]:
     except (Exception, SystemExit) as error:  # foreign code may raise anything
         why = f'"{wanted.name}" cannot be made: {type(error).__name__}: {error}'
         raise ConfigError(source, [Problem(wanted.line, "plugins", one_line(why))]) from error
+
+
+def _producing(guard: Guard) -> Callable[[InferenceRequest, Candidates], Any]:
+    """What runs a producer; it gives the candidates' arrays when these have to be taken over and looked at."""
+    producer = cast(Producer[Any], guard.plugin)
+    return producer.produce if guard.inline else partial(returned.produced, producer)
+
+
+def _scoring(guard: Guard) -> Callable[[InferenceRequest, Candidates], Any]:
+    """What gives a scorer's scores, shape (n,)."""
+    scorer = cast(Scorer[Any], guard.plugin)
+    return scorer.score if guard.inline else partial(returned.scores, scorer)
 
 
 def _overrides(plugin: Plugin[Any], hook: str) -> bool:

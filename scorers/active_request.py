@@ -28,7 +28,10 @@ class ActiveRequest(Scorer[Parameters]):
     }
 
     def score(self, request: InferenceRequest, candidates: Candidates) -> Floats:
+        p = self.parameters
         count = candidates.column("in_flight")
-        most = max(1.0, float(count.max(initial=0.0)))
-        busy = (most - count) / most * self.parameters.max_busy_score
-        return np.where(count <= self.parameters.idle_threshold, 1.0, busy)
+        most = max(1.0, float(np.maximum.reduce(count, initial=0.0)))
+        share = (most - count) / most
+        if p.idle_threshold == 0 and p.max_busy_score == 1.0:  # no load scores 1 already
+            return share
+        return np.where(count <= p.idle_threshold, 1.0, share * p.max_busy_score)

@@ -28,5 +28,5 @@ class ExpectedTTFT(Scorer[Parameters]):
         if cost is None or not len(cost):
             return np.zeros(len(candidates))
         floor = self.parameters.resolution
-        best = float(cost.min())
+        best = float(np.minimum.reduce(cost))
         return np.ones(len(cost)) if best + floor <= 0 else (best + floor) / (cost + floor)

@@ -55,7 +55,7 @@ def request_keys(request: InferenceRequest, block_size: int, *, limit: int, max_
         return []
     before = request.prompt_seed
     model = request.target_model or request.model
-    root = seed(model=model, salt=request.cache_salt, block_size=block_size)
+    root = _root(model, request.cache_salt, block_size)
     if not before:
         return [block_keys(item, block_size, root, limit=limit) for item in request.prompts[:max_items]]
     head = block_keys(before, block_size, root, limit=limit)
@@ -65,6 +65,11 @@ def request_keys(request: InferenceRequest, block_size: int, *, limit: int, max_
         own = block_keys(item, block_size, chained, limit=limit - len(head))
         keys.append(np.concatenate([head, own]) if len(head) else own)
     return keys
+
+
+@lru_cache(maxsize=1024)
+def _root(model: str, salt: str, block_size: int) -> int:
+    return seed(model=model, salt=salt, block_size=block_size)
 
 
 def seed(*, model: str, salt: str, block_size: int, before: bytes = b"") -> int:
