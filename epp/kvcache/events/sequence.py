@@ -158,10 +158,10 @@ class Sequence:
         return list(self._settle(now))
 
     def _live(self, seq: int, batch: Batch, now: float) -> Iterator[Action]:
-        expected = self.next
-        if expected is None or seq == expected:
-            if expected is None and seq > 0:
-                yield Lost(0, seq)
+        # Who hears a publisher for the first time has missed what is before, as after any gap: a live batch may come
+        # before the connection is told of.
+        expected = self.next or 0
+        if seq == expected:
             yield self._take(seq, batch)
         elif seq > expected:
             if self.settings.replay:

@@ -64,6 +64,17 @@ def test_a_late_subscriber_gets_what_was_published_before_it() -> None:
     assert applied(sequence.live(*publisher.publish(), 1.0)) == [5]
 
 
+def test_a_batch_that_comes_before_the_connection_is_told_of_does_not_lose_those_before_it() -> None:
+    publisher, sequence = Publisher(), Sequence()
+    for _ in range(5):
+        publisher.publish()
+    actions = answered(sequence, publisher, sequence.live(*publisher.publish(), 0.0))
+    actions += answered(sequence, publisher, sequence.connected(0.1))
+    assert applied(actions) == [0, 1, 2, 3, 4, 5]
+    assert not [a for a in actions if isinstance(a, Lost | Restarted)]
+    assert applied(sequence.live(*publisher.publish(), 1.0)) == [6]
+
+
 def test_one_gap_is_one_request_and_live_batches_wait_for_its_end() -> None:
     publisher, sequence = Publisher(), Sequence()
     answered(sequence, publisher, sequence.connected(0.0))
