@@ -253,7 +253,7 @@ class Subscriber:
                     await link.tick()
                 except Exception:
                     self.counters["faults"] += 1
-                    log.exception("%s: following KV events failed", link.endpoint.address)
+                    log.exception("%s: following KV events failed", link.endpoint.key)
 
     # -- bound ------------------------------------------------------------------------------------------------------
 
@@ -383,9 +383,9 @@ class _Link:
         silent = follower is None or follower.confidence.level is Level.NONE
         if silent and not self._silent and now - self._since >= self._settings.silent_s:
             self._subscriber.counters["silent"] += 1
-            log.warning("%s: has published no KV events in %.0f s (%s)", self.endpoint.address, now - self._since, self)
+            log.warning("%s: has published no KV events in %.0f s (%s)", self.endpoint.key, now - self._since, self)
         elif self._silent and not silent:
-            log.info("%s: publishes KV events now", self.endpoint.address)
+            log.info("%s: publishes KV events now", self.endpoint.key)
         self._silent = silent and now - self._since >= self._settings.silent_s
 
     def __str__(self) -> str:
@@ -400,10 +400,10 @@ class _Link:
             try:
                 await self._follow()
             except zmq.ZMQError as error:
-                log.warning("%s: KV events: %s", self.endpoint.address, error)
+                log.warning("%s: KV events: %s", self.endpoint.key, error)
             except Exception:
                 self._subscriber.counters["faults"] += 1
-                log.exception("%s: following KV events failed", self.endpoint.address)
+                log.exception("%s: following KV events failed", self.endpoint.key)
             if follower := self._subscriber.followers.get(self.endpoint):
                 follower.disconnected()
             await asyncio.sleep(self._settings.retry_s)

@@ -241,6 +241,29 @@ async def test_workers_tell_their_ports_and_those_that_leave_hold_nothing(setup:
     assert subscriber.totals()["events"] == events
 
 
+async def test_each_rank_behind_a_port_is_followed_on_the_ports_told_for_it(setup: Setup) -> None:
+    config = WorkerConfig(
+        model=MODEL,
+        engine=EngineConfig(num_gpu_blocks=64, block_size=BLOCK, cost=PRESETS["free"]),
+        data_parallel_size=2,
+        events=EventsConfig("tcp://*:0", "tcp://*:0"),
+    )
+    worker = HttpWorker(config, ChatTokenizer())
+    setup.running.append(worker)
+    await worker.start()
+    ranks = [Endpoint("127.0.0.1", worker.port, rank=rank, ranks=2) for rank in range(2)]
+    subscriber = setup.subscriber()
+    subscriber.changed(ranks, [])
+    async with aiohttp.ClientSession() as session:
+        for rank, prompt in enumerate(PROMPTS[:2]):
+            body, head = {"model": MODEL, "prompt": prompt, "max_tokens": 1}, {"x-data-parallel-rank": str(rank)}
+            async with session.post(f"http://{worker.address}/v1/completions", json=body, headers=head) as response:
+                assert response.status == 200
+    for rank, prompt in enumerate(PROMPTS[:2]):
+        await until(partial(setup.holds_all, subscriber, ranks[rank], prompt))
+        assert setup.matches(subscriber, ranks[1 - rank], prompt) == 0
+
+
 async def test_adapters_that_a_worker_is_learnt_to_serve_later_count_too(setup: Setup, endpoint: Endpoint) -> None:
     _, subscriber = await late_start(setup, endpoint)
     assert "a1" not in subscriber.followers[endpoint].ledger.adapters
@@ -280,12 +303,17 @@ class TestBound:
         await self.served(worker, lambda: setup.matches(bound, endpoint, PROMPTS[0]) == 5)
         assert not bound.unknown
 
-    async def test_of_several_ranks_of_a_host_the_batch_names_one(self, setup: Setup, bound: Subscriber) -> None:
-        ranks = [Endpoint("127.0.0.1", 8000 + rank, rank=rank) for rank in range(2)]
+    @pytest.mark.parametrize("shared", [False, True], ids=["a port each", "one port"])
+    async def test_of_several_ranks_of_a_host_the_batch_names_one(
+        self, setup: Setup, bound: Subscriber, shared: bool
+    ) -> None:
+        """Also where the ranks share the address that the topic names."""
+        if shared:
+            ranks, topic = [Endpoint("127.0.0.1", 8000, rank=rank, ranks=2) for rank in range(2)], "kv@127.0.0.1:8000@m"
+        else:
+            ranks, topic = [Endpoint("127.0.0.1", 8000 + rank, rank=rank) for rank in range(2)], "kv@127.0.0.1@m"
         bound.changed(ranks, [])
-        worker = setup.worker(
-            endpoint=address(bound), replay_endpoint=None, topic="kv@127.0.0.1@m", data_parallel_rank=1
-        )
+        worker = setup.worker(endpoint=address(bound), replay_endpoint=None, topic=topic, data_parallel_rank=1)
         await self.served(worker, lambda: setup.matches(bound, ranks[1], PROMPTS[0]) == 5)
         assert setup.matches(bound, ranks[0], PROMPTS[0]) == 0
 
