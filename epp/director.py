@@ -282,8 +282,10 @@ class Director:
         except Unschedulable as left:
             return self._unschedulable(request, left)
         self.metrics.attempts["success"] += 1
-        if reason:
-            decision = msgspec.structs.replace(decision, reasons=(reason, *decision.reasons))
+        alone = self.shared.reason if self.shared is not None else ""
+        if reason or alone:
+            why = tuple(filter(None, (reason, alone)))
+            decision = msgspec.structs.replace(decision, reasons=(*why, *decision.reasons))
         # What may raise comes before the load is counted: from then on only the flight's landing takes it back.
         body, undoing = self._rewrite(request, body, response_shown)
         key = str(next(self._keys)) if self.options.observe_responses else ""

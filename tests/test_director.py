@@ -12,8 +12,10 @@ import pytest
 from epp.director import Options
 from epp.endpoint import Endpoint
 from epp.gateway.ext_proc import BodyMode
+from epp.gateway.ext_proc_events import ResponseHead
 from epp.gateway.pb import ext_proc_pb2 as pb
 from epp.observe.metrics import Histogram
+from epp.request import Headers, InferenceRequest, RequestHead
 from tests.exchanges import Rig, Stream
 from tests.gateway.ext_proc_peer import CHAT, OK, Fields, http_headers, metadata
 
@@ -488,3 +490,61 @@ def test_a_prompt_is_let_go_once_it_was_sent_and_still_teaches_its_rate() -> Non
     assert (flight.request.prompts, flight.request.prompt_seed) == ((), b"")
     stream.response(JSON, [b'{"usage":{"prompt_tokens":4000,"completion_tokens":1}}'])
     assert rig.director.rates.of("m") == pytest.approx(2.0, rel=0.05)
+
+
+# --- other replicas ---
+
+
+class Others:
+    """Notes what other replicas are told."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.open: dict[int, str] = {}
+        self.told = 0
+
+    def picked(self, request: InferenceRequest, endpoint: Endpoint) -> int:
+        self.told += 1
+        self.open[self.told] = endpoint.address
+        return self.told
+
+    def ended(self, number: int) -> None:
+        del self.open[number]
+
+
+def test_other_replicas_are_told_of_a_pick_and_once_of_its_end() -> None:
+    rig, others = Rig(), Others()
+    rig.director.shared = others
+    stream = rig.open()
+    stream.request(CHAT, [ASK])
+    assert list(others.open.values()) == [e.address for e in rig.pool.endpoints if e.in_flight]
+    stream.response(JSON, [ANSWER])
+    stream.end()
+    stream.end()
+    assert (others.open, others.told) == ({}, 1)
+
+
+def test_other_replicas_are_told_when_another_endpoint_served() -> None:
+    rig, others = Rig(endpoints=2), Others()
+    rig.director.shared = others
+    request = rig.director.read(RequestHead("POST", "/v1/chat/completions", Headers()), ASK)
+    answer = rig.director.decide(request, ASK, rig.clock.time)
+    assert isinstance(answer, tuple)
+    flight = answer[1]
+    other = next(e for e in rig.pool.endpoints if e is not flight.endpoint)
+    rig.director.response_began(
+        flight, ResponseHead(status=200, headers=Headers(), served=other.address), rig.clock.time
+    )
+    assert list(others.open.values()) == [other.address]
+    rig.director.landed(flight, complete=True, now=rig.clock.time)
+    assert others.open == {}
+
+
+def test_a_decision_made_alone_says_so() -> None:
+    rig, others = Rig(), Others()
+    rig.director.shared = others
+    exchange(rig)
+    others.reason = "shared-state-lost"
+    exchange(rig)
+    assert [decision.reasons for decision in rig.decisions.made] == [(), ("shared-state-lost",)]
+    assert rig.metrics.reasons["shared-state-lost"] == 1

@@ -27,7 +27,7 @@ Rules:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,8 @@ _FRESH_TICKS = 60 * _TICKS_PER_S
 """A prompt's blocks are marked as used again when their last use is a minute ago: most turns of a session skip it."""
 _SCALAR = 5
 """Fewer keys than this are written one by one: faster than numpy's calls."""
+_EXPORT = 1 << 12
+"""Buckets exported at once."""
 _SAMPLE = 1024
 """Buckets looked at in one step of eviction or of sweeping: some tenths of a millisecond."""
 
@@ -279,6 +281,27 @@ class BlockIndex:
             total = self._sets.totals(plane) if plane is not None else np.zeros(64 * self._sets.words, dtype=np.int64)
             totals.append([total.item(h.slot) if h.slot >= 0 else 0 for h in holders])
         return list(zip(*totals, strict=True))
+
+    # -- what others may be told -----------------------------------------------------------------------------------
+
+    def export(self) -> Iterator[list[tuple[Holder, Tier, int, Keys]]]:
+        """All blocks without speculative ones, as (holder, tier, group, keys), in lots of some milliseconds' work.
+
+        Between two lots anything may change; of what does, some may be missed or be told twice.
+        """
+        for keys, values in self._table.parts(_EXPORT):
+            numbers, lot = _numbers(values), []
+            for (group, tier), plane in list(self._planes.items()):
+                rows = self._sets.planes[plane][numbers]
+                some = np.bitwise_or.reduce(rows, axis=0)
+                for holder in self._holders:
+                    if holder is None:
+                        continue
+                    place = self._place(holder, plane)
+                    mask = np.uint64(place.mask)
+                    if some[place.word] & mask:
+                        lot.append((holder, Tier(tier), group, keys[(rows[:, place.word] & mask) != 0]))
+            yield lot
 
     # -- writing ----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ believed, the approximate history of `ApproxPrefixCache` stands in, for that req
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -24,6 +24,7 @@ from epp.kvcache.producer import ApproxPrefixCache, PrefixParameters
 from epp.kvcache.tier import Tier
 from epp.plugin import Candidates, Endpoint, Floats, Handle, InferenceRequest, Outcome, Producer, Range, Unit
 from epp.request import PlacedMedia, TokenPrompt
+from epp.shared.learning import End, Holding, Learner
 
 MAX_ITEMS = 64
 """Prompts of one request that are looked up, as for the approximate history."""
@@ -243,6 +244,38 @@ class PrecisePrefixCache(Producer[PreciseParameters]):
 
     def removed(self, endpoint: Endpoint) -> None:
         self.history.removed(endpoint)
+
+    # What replicas of the picker share (`epp.shared.learning`)
+
+    def learners(self) -> Sequence[Learner]:
+        return (self.history, self)
+
+    def taught(self, request: InferenceRequest) -> Sequence[Keys]:
+        lookup = request.attributes.get(self.name)
+        claims = next(iter(lookup.claims.values()), []) if isinstance(lookup, _Lookup) else []
+        return [claim.keys for claim in claims]
+
+    def learn(self, endpoint: Endpoint, keys: Keys, now: float) -> End | None:
+        follower = self.followers.get(endpoint)
+        if follower is None:
+            return None
+        speculation = self.index.speculate(follower.ledger.holder, keys, "", now)
+        return lambda ended: self.index.finish(speculation, ended)
+
+    def known(self) -> Iterator[list[Holding]]:
+        for lot in self.index.export():
+            yield [
+                Holding(holder.endpoint, keys, tier, group)
+                for holder, tier, group, keys in lot
+                if isinstance(holder.endpoint, Endpoint)
+            ]
+
+    def believe(self, holding: Holding, now: float) -> bool:
+        follower = self.followers.get(holding.endpoint)
+        if follower is not None and holding.tier is not None:
+            follower.ledger.block_size = _block_size(follower, holding.endpoint)
+            follower.believe(holding.keys, holding.tier, holding.group, now)
+        return follower is not None
 
 
 def _block_size(follower: Follower, endpoint: Endpoint) -> int:

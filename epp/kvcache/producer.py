@@ -133,8 +133,9 @@ class ApproxPrefixCache(Producer[PrefixParameters]):
         for endpoint in self.history.endpoints():
             yield [Holding(endpoint, keys) for keys in self.history.chains(endpoint)]
 
-    def believe(self, holding: Holding, now: float) -> None:
+    def believe(self, holding: Holding, now: float) -> bool:
         self.learn(holding.endpoint, holding.keys, now)
+        return True
 
     def _insert(self, lookup: _Lookup, endpoint: Endpoint) -> None:
         if endpoint.pool is None:

@@ -13,6 +13,7 @@ begun, and every write moves some buckets over: no write waits for the whole. `b
 from __future__ import annotations
 
 import mmap
+from collections.abc import Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,6 +173,16 @@ class U64Table:
         part = slice(start * _WAY, self._hand * _WAY)
         taken = np.flatnonzero(slab.keys[part])
         return slab.keys[part][taken], slab.values[part][taken]
+
+    def parts(self, buckets: int) -> Iterator[tuple[U64s, U64s]]:
+        """Keys and values of all entries, so many buckets at a time. Of what changes meanwhile some may be missed, or
+        be seen twice."""
+        for slab in (self._old, self._new):
+            for start in range(0, slab.buckets if slab is not None else 0, buckets):
+                assert slab is not None
+                part = slice(start * _WAY, (start + buckets) * _WAY)
+                taken = np.flatnonzero(slab.keys[part])
+                yield slab.keys[part][taken], slab.values[part][taken]
 
     def _slab(self, key: int) -> _Slab:
         old = self._old

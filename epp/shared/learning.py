@@ -48,8 +48,8 @@ class Learner(Protocol):
         An endpoint's chains come in one lot, those used longest ago first.
         """
 
-    def believe(self, holding: Holding, now: float) -> None:
-        """Take over what another replica knew, or this one before its restart."""
+    def believe(self, holding: Holding, now: float) -> bool:
+        """Take over what another replica knew, or this one before its restart. False: not yet, try again."""
 
 
 @runtime_checkable

@@ -31,7 +31,7 @@ CHUNK_BYTES = 256 << 10
 MAX_SNAPSHOT_BYTES = 128 << 20
 MAX_WAITING_BYTES = 256 << 20
 """Of snapshots' blocks kept for endpoints that are not in the pool yet."""
-WAITING_S = 60.0
+WAITING_S, RETRY_S = 60.0, 1.0
 PREFILL_RATE = 8000.0
 """Uncached tokens a second, as long as no worker has shown its rate; what `ttft-estimator` assumes too."""
 
@@ -64,6 +64,7 @@ class SharedState:
         """By address: blocks of a snapshot whose endpoint is not in the pool yet."""
         self._waiting_bytes = 0
         self._waiting_until = math.inf
+        self._retry_at = -math.inf
 
     # -- for the director
 
@@ -92,7 +93,7 @@ class SharedState:
             requests, tokens = self.replica.load(endpoint.key)
             if requests:
                 endpoint.count_remote(requests=requests, tokens=tokens)
-            self._take_over(endpoint, self._waiting.pop(endpoint.key, ()), now)
+            self._retry(endpoint.key, now)
 
     def tick(self, now: float) -> None:
         """Time passes. Call it a few times a second."""
@@ -101,6 +102,10 @@ class SharedState:
             self._waiting.clear()
             self._waiting_bytes = 0
             self._waiting_until = math.inf
+        elif self._waiting and now >= self._retry_at:
+            self._retry_at = now + RETRY_S
+            for address in list(self._waiting):
+                self._retry(address, now)
 
     # -- for whoever carries messages
 
@@ -130,15 +135,11 @@ class SharedState:
         yield Chunk(VERSION, number, True, known)
 
     def take(self, chunk: Chunk, now: float) -> None:
-        """Take over a part of a snapshot. Blocks of endpoints not in the pool wait for them for a minute."""
+        """Take over a part of a snapshot. Blocks of endpoints not there, or not followed yet, wait a minute."""
         for known in chunk.known:
-            endpoint = self.pool.by_key.get(known.address)
-            if endpoint is not None:
-                self._take_over(endpoint, known.passages, now)
-            elif self._waiting_bytes < MAX_WAITING_BYTES:
-                self._waiting.setdefault(known.address, []).extend(known.passages)
-                self._waiting_bytes += sum(len(p.keys) for p in known.passages)
-                self._waiting_until = now + WAITING_S
+            self._take_or_keep(known.address, known.passages, now)
+        if chunk.known:
+            self._waiting_until = now + WAITING_S
 
     # -- what others tell (`replica.Listener`)
 
@@ -154,7 +155,7 @@ class SharedState:
 
     def learned(self, address: str, space: str, keys: Keys, now: float) -> End | None:
         endpoint = self.pool.by_key.get(address)
-        learner = next((one for one in self._learners() if one.name == space), None)
+        learner = self._learner(space)
         if endpoint is None or learner is None:
             return None
         try:
@@ -186,22 +187,36 @@ class SharedState:
             self._fault(learner, fault)
             return None
 
-    def _take_over(self, endpoint: Endpoint, passages: Sequence[Passage], now: float) -> None:
-        learners = {learner.name: learner for learner in self._learners()}
-        for part in passages:
-            learner = learners.get(part.space)
-            if learner is None or (part.tier != CHAIN and part.tier not in list(Tier)):
-                continue
-            if part.tier == CHAIN:
-                keys, tier = self.replica.whole(part), None
-            else:
-                keys, tier = part.array(), Tier(part.tier)
-            if keys is None:
-                continue
-            try:
-                learner.believe(Holding(endpoint, keys, tier, part.group), now)
-            except Exception as fault:
-                self._fault(learner, fault)
+    def _retry(self, address: str, now: float) -> None:
+        passages = self._waiting.pop(address, None)
+        if passages:
+            self._waiting_bytes -= sum(len(p.keys) for p in passages)
+            self._take_or_keep(address, passages, now)
+
+    def _take_or_keep(self, address: str, passages: Sequence[Passage], now: float) -> None:
+        endpoint = self.pool.by_key.get(address)
+        later = [p for p in passages if endpoint is None or not self._take_over(endpoint, p, now)]
+        if later and self._waiting_bytes < MAX_WAITING_BYTES:
+            self._waiting.setdefault(address, []).extend(later)
+            self._waiting_bytes += sum(len(p.keys) for p in later)
+
+    def _take_over(self, endpoint: Endpoint, part: Passage, now: float) -> bool:
+        """Whether that is settled, for better or worse."""
+        learner = self._learner(part.space)
+        if learner is None or part.tier not in (CHAIN, *Tier):
+            return True
+        keys = self.replica.whole(part) if part.tier == CHAIN else part.array()
+        if keys is None:
+            return True
+        try:
+            tier = None if part.tier == CHAIN else Tier(part.tier)
+            return learner.believe(Holding(endpoint, keys, tier, part.group), now)
+        except Exception as fault:
+            self._fault(learner, fault)
+            return True
+
+    def _learner(self, space: str) -> Learner | None:
+        return next((learner for learner in self._learners() if learner.name == space), None)
 
     def _fault(self, learner: Learner, fault: Exception) -> None:
         if not self.faults:

@@ -510,3 +510,24 @@ def test_an_empty_prompt_and_an_empty_pool_match_nothing() -> None:
     index.store(worker, 0, chain(0), Tier.GPU, 0.0)
     assert matched(index, chain(0)) == [(0, 0)]
     assert index.match(chain(3), []).device.tolist() == []
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from(Tier), st.integers(0, 1), st.integers(1, 3000))))
+def test_what_is_exported_makes_an_index_that_holds_the_same(stores: list[tuple[int, Tier, int, int]]) -> None:
+    index, copy = BlockIndex(), BlockIndex()
+    holders, copies = ([i.join(n) for n in range(4)] for i in (index, copy))
+    for seed, (which, tier, group, length) in enumerate(stores):
+        index.store(holders[which], holders[which].epoch, chain(length, seed), tier, 0.0, group)
+    guess = index.speculate(holders[0], chain(50, 999), "r", 0.0)
+    index.leave(holders[3])
+    for lot in index.export():
+        for holder, tier, group, keys in lot:
+            to = next(c for c in copies if c.endpoint == holder.endpoint)
+            copy.store(to, to.epoch, keys, tier, 0.0, group)
+    index.contradict(guess)
+    for group in (0, 1):
+        assert copy.all_blocks(copies, group) == index.all_blocks(holders, group)
+    for seed, (_, _, _, length) in enumerate(stores):
+        keys = chain(length, seed)
+        assert matched(copy, keys, *copies) == matched(index, keys, *holders)

@@ -26,6 +26,7 @@ from epp.kvcache.tokens.local import Prompt
 from epp.plugin import Outcome
 from epp.request import InferenceRequest
 from epp.scheduler import Scheduler
+from epp.shared.learning import Holding
 from tests.pools import NOW, candidates, plugin, request
 
 MODEL = "m"
@@ -500,3 +501,49 @@ def test_a_prefix_on_the_host_draws_its_request_if_bringing_it_back_is_cheaper(r
     at = profile["candidates"].index(fleet[1].address)
     assert profile["cached_by_tier"]["cpu"][at] == 4000
     assert profile["cached_by_tier"]["gpu"][at] == 0
+
+
+# -- what replicas share -----------------------------------------------------------------------------------------------
+
+
+def test_the_blocks_of_another_replicas_pick_are_there_until_a_grace_after_its_end() -> None:
+    one, other = Fleet(), Fleet()
+    asked = one.send(ask(ids(40)), 1)
+    (taught,) = one.producer.taught(asked)
+    end = other.producer.learn(other[1], taught, NOW)
+    assert end is not None
+    assert other.cached(ask(ids(100))) == one.cached(ask(ids(100))) == [0, 40]
+    end(NOW + 10)
+    assert other.cached(ask(ids(100)), NOW + 11) == [0, 40]
+    assert other.cached(ask(ids(100)), LATER) == [0, 0]
+
+
+def test_another_replicas_index_is_believed_as_one_that_is_partial() -> None:
+    one, other = Fleet(), Fleet()
+    one.tell(0, stored(ids(40)))
+    one.tell(1, stored(ids(20), Tier.CPU))
+    for follower in other.followers.values():
+        follower.disconnected()
+    for lot in one.producer.known():
+        for holding in lot:
+            there = other[one.pool.endpoints.index(holding.endpoint)]
+            assert other.producer.believe(Holding(there, holding.keys, holding.tier, holding.group), NOW)
+    found = other.ask(ask(ids(100)))
+    assert found.cached_by_tier is not None
+    assert found.cached_by_tier[:2].tolist() == [[36, 0], [0, 18]]
+    assert {f.confidence.level for f in other.followers.values()} == {Level.PARTIAL}
+    other.followers[other[0]].observed(40, 0, NOW, keys=keys(ids(40)), picked_at=NOW)
+    assert other.cached(ask(ids(100)))[0] == 0
+
+
+def test_where_all_events_were_seen_others_have_nothing_to_add() -> None:
+    fleet = Fleet()
+    fleet.tell(0, stored(ids(8)))
+    assert fleet.producer.believe(Holding(fleet[0], keys(ids(40)), Tier.GPU), NOW)
+    assert fleet.cached(ask(ids(100))) == [8, 0]
+
+
+def test_what_others_know_of_a_worker_that_is_not_followed_yet_has_to_wait() -> None:
+    fleet = Fleet()
+    fleet.producer.followers = {}
+    assert not fleet.producer.believe(Holding(fleet[0], keys(ids(40)), Tier.GPU), NOW)

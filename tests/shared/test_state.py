@@ -32,6 +32,7 @@ class Blocks:
         self.held: list[Holding] = []
         self.ended: list[float] = []
         self.fails = False
+        self.ready = True
 
     def learners(self) -> Sequence[Blocks]:
         return (self,)
@@ -51,10 +52,12 @@ class Blocks:
         if self.fails:
             raise RuntimeError("known")
 
-    def believe(self, holding: Holding, now: float) -> None:
+    def believe(self, holding: Holding, now: float) -> bool:
         if self.fails:
             raise RuntimeError("believe")
-        self.held.append(holding)
+        if self.ready:
+            self.held.append(holding)
+        return self.ready
 
 
 class Side:
@@ -167,13 +170,27 @@ def test_blocks_of_endpoints_that_are_not_there_yet_wait_for_them_for_a_minute()
     for chunk in one.state.snapshot():
         other.state.take(chunk, 0.0)
     endpoints = [Endpoint("10.0.0.1", port) for port in range(8000, 8003)]
-    other.pool.update(add=endpoints)
-    other.state.tick(59.0)
-    other.state.changed(endpoints[:1] + endpoints[2:], [], 59.0)
-    assert [other.cached(text)[0] for text in texts()] == [one.cached(text)[0] for text in texts()]
+    other.pool.update(add=[endpoints[0]])
+    other.state.changed(endpoints[:1], [], 59.0)
+    other.pool.update(add=[endpoints[2]])
+    other.state.tick(59.5)
+    assert [other.cached(text) for text in texts()] == [one.cached(text)[::2] for text in texts()]
     other.state.tick(61.0)
+    other.pool.update(add=[endpoints[1]])
     other.state.changed(endpoints[1:2], [], 61.0)
-    assert not any(other.cached(text)[1] for text in texts())
+    assert not any(other.cached(text)[2] for text in texts())
+
+
+def test_what_a_learner_cannot_take_yet_is_offered_again() -> None:
+    one, other = filled(), Side(2)
+    other.blocks.ready = False
+    for chunk in one.state.snapshot():
+        other.state.take(chunk, 0.0)
+    other.state.tick(1.0)
+    assert other.blocks.held == []
+    other.blocks.ready = True
+    other.state.tick(2.0)
+    assert_same(one, other)
 
 
 def test_a_snapshot_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

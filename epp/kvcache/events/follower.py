@@ -12,7 +12,7 @@ from collections.abc import Sequence as Series
 from dataclasses import dataclass, field
 
 from epp.kvcache.blocks import Keys
-from epp.kvcache.events.confidence import Confidence, Verdict
+from epp.kvcache.events.confidence import Confidence, Level, Verdict
 from epp.kvcache.events.decoder import (
     END_OF_REPLAY,
     Batch,
@@ -25,6 +25,7 @@ from epp.kvcache.events.decoder import (
 )
 from epp.kvcache.events.ledger import Ledger, Singles, bundled
 from epp.kvcache.events.sequence import Action, Apply, Ask, Lost, Restarted, Sequence, SequenceSettings
+from epp.kvcache.tier import Tier
 
 COUNTERS = (
     "batches",
@@ -199,6 +200,16 @@ class Follower:
         elif self.confidence.level != "complete":
             self.ledger.hold(keys[: actual // size], now)
         return verdict
+
+    def believe(self, keys: Keys, tier: Tier, group: int, now: float) -> None:
+        """Others knew that the worker holds these blocks. Without effect where all its events were seen.
+
+        The index is partial by that: they may have gone in the meantime without a word.
+        """
+        if self.confidence.level is not Level.COMPLETE:
+            self.ledger.hold(keys, now, tier, group)
+            self.confidence.heard()
+            self.confidence.lost()
 
     def _read(self, frames: Series[bytes]) -> tuple[Message | None, Batch | None]:
         try:

@@ -238,9 +238,10 @@ class Ledger:
         while self._sent_tokens > self._settings.sent_tokens and len(self._sent) > 1:
             self._sent_tokens -= len(self._sent.popleft().ids)
 
-    def hold(self, keys: Keys, now: float) -> None:
-        """The worker is known to hold these blocks on its device, though no event told (its answer said so)."""
-        self._index.store(self.holder, self._epoch, keys, Tier.GPU, now)
+    def hold(self, keys: Keys, now: float, tier: Tier = Tier.GPU, group: int = 0) -> None:
+        """The worker is known to hold these blocks, though no event told (its answer did, or another replica)."""
+        if self._place(tier, group) is not None:
+            self._index.store(self.holder, self._epoch, keys, tier, now, group)
 
     def drop(self, keys: Keys) -> None:
         """The worker is known not to hold these blocks on any tier, though no event told."""
