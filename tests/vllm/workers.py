@@ -12,6 +12,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +27,6 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_HOST_IP": "127.0.0.1",
 }
 
 
@@ -51,10 +51,12 @@ class Worker:
     port: int
     process: subprocess.Popen[bytes]
     log: Path
+    host: str = "127.0.0.1"
+    options: tuple[str, ...] = ()
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def get(self, path: str) -> str:
         with urllib.request.urlopen(f"http://{self.address}{path}", timeout=30) as response:
@@ -79,24 +81,34 @@ class Fleet:
         self.launch(count, *extra)
         self.wait()
 
-    def launch(self, count: int, *extra: str) -> None:
-        """Start so many workers, and do not wait."""
-        for _ in range(count):
-            port = free_port()
-            log = self.folder / f"vllm-{port}.log"
-            command = [
-                vllm_python(), "-m", "vllm.entrypoints.openai.api_server",
-                "--model", str(self.model), "--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port),
-                "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "8",
-                "--max-num-batched-tokens", "2048", "--block-size", "32", "--kv-cache-memory-bytes", "64M",
-                "--num-gpu-blocks-override", "512", "--distributed-executor-backend", "uni",
-                "--generation-config", "vllm", "--enable-prompt-tokens-details", *extra,
-            ]  # fmt: skip
-            with log.open("wb") as out:
-                process = subprocess.Popen(
-                    command, stdout=out, stderr=out, env=os.environ | ENVIRONMENT, start_new_session=True
-                )
-            self.workers.append(Worker(port, process, log))
+    def launch(self, count: int, *extra: str, hosts: Sequence[str] = ()) -> None:
+        """Start so many workers, on these loopback addresses if any are given, and do not wait."""
+        for i in range(count):
+            self.workers.append(self._launch(hosts[i] if hosts else "127.0.0.1", free_port(), extra))
+
+    def kill_and_restart(self, worker: Worker) -> Worker:
+        """End one at once and start it anew at its address; it takes the other's place once it answers."""
+        os.killpg(worker.process.pid, signal.SIGKILL)
+        worker.process.wait(10)
+        fresh = self._launch(worker.host, worker.port, worker.options)
+        self.workers[self.workers.index(worker)] = fresh
+        self._wait(fresh, time.monotonic() + START_S)
+        return fresh
+
+    def _launch(self, host: str, port: int, extra: tuple[str, ...]) -> Worker:
+        log = self.folder / f"vllm-{port}.log"
+        command = [
+            vllm_python(), "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(self.model), "--served-model-name", "tiny", "--host", host, "--port", str(port),
+            "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "8",
+            "--max-num-batched-tokens", "2048", "--block-size", "32", "--kv-cache-memory-bytes", "64M",
+            "--num-gpu-blocks-override", "512", "--distributed-executor-backend", "uni",
+            "--generation-config", "vllm", "--enable-prompt-tokens-details", *extra,
+        ]  # fmt: skip
+        environment = os.environ | ENVIRONMENT | {"VLLM_HOST_IP": host}
+        with log.open("ab") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
+        return Worker(port, process, log, host, extra)
 
     def wait(self) -> None:
         """Until all answer."""
