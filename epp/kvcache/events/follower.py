@@ -99,6 +99,7 @@ class Follower:
     def disconnected(self) -> None:
         """The live socket is not connected any more: events pass by."""
         self._up = False
+        self._sequence.disconnected()
         self.confidence.verified(yes=False)
 
     def asked(self, now: float) -> None:

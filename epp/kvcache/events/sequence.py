@@ -91,6 +91,8 @@ class Sequence:
         """Time stamp of the batch before `next`."""
         self._probing = False
         """The batch before `next` is asked for, to see whether the publisher is still the same."""
+        self._broken = False
+        """The connection was lost and is not reported anew yet."""
         self._held: deque[tuple[int, Batch]] = deque()
         self._asked_from = 0
         self._attempt = 0
@@ -109,11 +111,16 @@ class Sequence:
 
     def connected(self, now: float) -> list[Action]:
         """The live socket is connected (again): whatever was published meanwhile was not received."""
+        self._broken = False
         if not self.next:
             return list(self._ask(0, now))
         actions = list(self._ask(self.next - 1, now))
         self._probing = bool(actions)
         return actions
+
+    def disconnected(self) -> None:
+        """The live socket is not connected any more: what comes is held until it is known who publishes."""
+        self._broken = self.settings.replay
 
     def asked(self, now: float) -> None:
         """The replay's request goes out only now: the time to answer begins."""
@@ -121,7 +128,7 @@ class Sequence:
 
     def live(self, seq: int, batch: Batch, now: float) -> list[Action]:
         """A batch on the live socket."""
-        if self._phase is _Phase.ASKING:
+        if self._phase is _Phase.ASKING or self._broken:
             return list(self._hold(seq, batch, now))
         return list(self._live(seq, batch, now))
 

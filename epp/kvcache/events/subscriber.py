@@ -412,6 +412,8 @@ class _Link:
         """Until the connection is lost to a worker that may come back on other ports."""
         self._source = source = await self._find()
         if self._settings.bind:
+            if follower := self._subscriber.followers.get(self.endpoint):  # again, after a fault
+                self.plan(follower.connected(self._subscriber.now))
             await self._replay_when_asked(source)
             return
         follower = await self._begin(replay=bool(source.replay))

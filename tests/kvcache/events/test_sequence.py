@@ -75,6 +75,21 @@ def test_a_batch_that_comes_before_the_connection_is_told_of_does_not_lose_those
     assert applied(sequence.live(*publisher.publish(), 1.0)) == [6]
 
 
+def test_a_new_process_that_is_as_far_as_the_old_one_is_noticed_though_its_message_comes_first() -> None:
+    publisher, sequence = Publisher(), Sequence()
+    answered(sequence, publisher, sequence.connected(0.0))
+    for _ in range(2):
+        sequence.live(*publisher.publish(), 0.0)
+    sequence.disconnected()
+    publisher.restart()
+    for _ in range(2):
+        publisher.publish()
+    assert sequence.live(*publisher.publish(), 1.0) == []
+    actions = answered(sequence, publisher, sequence.connected(1.0))
+    assert Restarted() in actions
+    assert applied(actions) == [0, 1, 2]
+
+
 def test_one_gap_is_one_request_and_live_batches_wait_for_its_end() -> None:
     publisher, sequence = Publisher(), Sequence()
     answered(sequence, publisher, sequence.connected(0.0))
