@@ -39,7 +39,7 @@ from epp.gateway.tls import Tls
 from epp.guard import Limits as PluginLimits
 from epp.knowledge import Knowledge
 from epp.kvcache.tokens import Tokens
-from epp.observe import admin
+from epp.observe import admin, caches
 from epp.observe.decision_log import DecisionLog, LogFile
 from epp.observe.metrics import Metrics
 from epp.reload import ConfigWatcher, announce
@@ -220,7 +220,11 @@ class Picker:
 
     async def _admin(self, stack: AsyncExitStack, listen: str) -> None:
         sources = admin.Sources(
-            metrics=self.metrics.render, not_ready=self.not_ready, decisions=self.decisions.recent, pool=self.pool
+            metrics=self.metrics.render,
+            not_ready=self.not_ready,
+            decisions=self.decisions.recent,
+            pool=self.pool,
+            index=lambda: caches.summary(self.knowledge, self.pool),
         )
         runner = web.AppRunner(admin.application(sources), access_log=None)
         await runner.setup()
@@ -259,6 +263,8 @@ class Picker:
         sources["decision_log"] = lambda: {"written": self.decisions.written, "dropped": self.decisions.dropped}
         sources.update(self.shared.sources())
         sources["plugin"] = lambda: {"faults": self.scheduler.faults.by_kind()}
+        sources["kv_events"] = lambda: caches.event_counters(self.knowledge)
+        self.metrics.families.append(lambda: caches.families(self.knowledge, self.pool, self.settings.pool_name))
         if (watcher := self.watcher) is not None:
             sources["config"] = lambda: {"taken": watcher.taken, "refused": watcher.refused}
 

@@ -1,4 +1,6 @@
-"""The admin port: /metrics, /healthz, /readyz, /debug/decisions, /debug/pool. Read-only; bind it to a trusted net.
+"""The admin port: /metrics, /healthz, /readyz, /debug/decisions, /debug/pool, /debug/index.
+
+Read-only; bind it to a trusted net.
 
 In: functions that give the current state. Out: an aiohttp application, started and stopped by `kvsteer serve`.
 """
@@ -28,6 +30,8 @@ class Sources:
     decisions: Callable[[int, str], Iterable[dict[str, Any]]]
     """The newest decisions, at most so many, of one request id when it is not empty."""
     pool: Pool
+    index: Callable[[], dict[str, Any]]
+    """What is known of the workers' caches (`epp.observe.caches`)."""
 
 
 def application(sources: Sources) -> web.Application:
@@ -55,8 +59,11 @@ def application(sources: Sources) -> web.Application:
     async def pool(_: web.Request) -> web.Response:
         return web.json_response([_endpoint(sources.pool, i) for i in range(len(sources.pool))], dumps=_dumps)
 
+    async def caches(_: web.Request) -> web.Response:
+        return web.json_response(sources.index(), dumps=_dumps)
+
     async def index(_: web.Request) -> web.Response:
-        return web.Response(text="/metrics /healthz /readyz /debug/decisions?limit=&id= /debug/pool\n")
+        return web.Response(text="/metrics /healthz /readyz /debug/decisions?limit=&id= /debug/pool /debug/index\n")
 
     app = web.Application()
     app.add_routes(
@@ -67,6 +74,7 @@ def application(sources: Sources) -> web.Application:
             web.get("/readyz", readyz),
             web.get("/debug/decisions", decisions),
             web.get("/debug/pool", pool),
+            web.get("/debug/index", caches),
         ]
     )
     return app

@@ -107,6 +107,8 @@ class Metrics(Collector):
         self.decision = Histogram(DECISION_S)
         self.sources: dict[str, Callable[[], Mapping[str, float | Mapping[str, float]]]] = {}
         """Name of a part -> its numbers now; see `_of_source` for what becomes of them."""
+        self.families: list[Callable[[], Iterable[Metric]]] = []
+        """Parts that make metrics themselves."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -153,6 +155,8 @@ class Metrics(Collector):
         for source, read in self.sources.items():
             for name, value in read().items():
                 yield _of_source(source, name, value)
+        for families in self.families:
+            yield from families()
 
     def _requests(self) -> Iterable[Metric]:
         names = ["model_name", "target_model_name"]

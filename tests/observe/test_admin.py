@@ -18,7 +18,11 @@ def decisions(limit: int, request_id: str) -> Iterable[dict[str, Any]]:
 async def test_the_admin_port_shows_metrics_readiness_decisions_and_the_pool() -> None:
     reason = "no endpoint yet"
     sources = Sources(
-        metrics=lambda: b"up 1\n", not_ready=lambda: reason, decisions=decisions, pool=Pool([Endpoint("::1", 8000)])
+        metrics=lambda: b"up 1\n",
+        not_ready=lambda: reason,
+        decisions=decisions,
+        pool=Pool([Endpoint("::1", 8000)]),
+        index=lambda: {"endpoints": []},
     )
     async with TestClient(TestServer(application(sources))) as client:
         assert await (await client.get("/metrics")).read() == b"up 1\n"
@@ -32,10 +36,11 @@ async def test_the_admin_port_shows_metrics_readiness_decisions_and_the_pool() -
         (endpoint,) = await (await client.get("/debug/pool")).json()
         assert endpoint["address"] == "[::1]:8000"
         assert endpoint["waiting"] is None
+        assert await (await client.get("/debug/index")).json() == {"endpoints": []}
 
 
 async def test_a_limit_out_of_range_is_refused_with_the_range() -> None:
-    sources = Sources(metrics=bytes, not_ready=str, decisions=decisions, pool=Pool())
+    sources = Sources(metrics=bytes, not_ready=str, decisions=decisions, pool=Pool(), index=dict)
     async with TestClient(TestServer(application(sources))) as client:
         for limit in ("0", "-1", "x", "99999999999999999999", "9" * 5_000):
             response = await client.get(f"/debug/decisions?limit={limit}")

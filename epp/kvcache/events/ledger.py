@@ -155,7 +155,7 @@ class Ledger:
         self.block_size = 0
         """Tokens of a block, as the last event of group 0 told; 0 before any."""
         self._index = index
-        self._model = model
+        self.model = model
         self._settings = settings or LedgerSettings()
         self._epoch = holder.epoch
         self._roots: dict[str, int] = {}
@@ -297,7 +297,7 @@ class Ledger:
         if root is None:
             if len(self._roots) > 1024:
                 self._roots.clear()
-            root = self._roots[adapter] = token_root(model=self._model, adapter=adapter, salt="")
+            root = self._roots[adapter] = token_root(model=self.model, adapter=adapter, salt="")
         return root
 
     def _adapter(self, event: Stored) -> str:
