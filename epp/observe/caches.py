@@ -13,26 +13,28 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from epp.endpoint import Endpoint, Pool
 from epp.knowledge import Knowledge
+from epp.kvcache.events import follower, ledger, subscriber
 from epp.kvcache.events.confidence import Level
 from epp.kvcache.events.follower import Follower
 from epp.kvcache.tier import Tier
 from epp.kvcache.tokens import Tokens
 
+COUNTERS = (*subscriber.COUNTERS, *follower.COUNTERS, *ledger.COUNTERS)
 SHOWN = ("batches", "gaps", "replays_answered", "lost_batches", "restarts", "agreed", "over", "under")
-"""Counters of a follower that the summary has; see `epp.kvcache.events.follower.COUNTERS`."""
+"""Counters of one worker that the summary has."""
 
 
 def event_counters(knowledge: Knowledge) -> Mapping[str, float]:
     """Everything counted about KV events, over all workers, of those that left as well."""
-    return {} if knowledge.subscriber is None else knowledge.subscriber.totals()
+    return {} if knowledge.subscriber is None else dict.fromkeys(COUNTERS, 0) | knowledge.subscriber.totals()
 
 
 def summary(knowledge: Knowledge, pool: Pool) -> dict[str, Any]:
     """What is believed of each endpoint; `index` is None where no precise producer is configured."""
-    producer, subscriber = knowledge.producer, knowledge.subscriber
-    if producer is None or subscriber is None:
+    producer, events = knowledge.producer, knowledge.subscriber
+    if producer is None or events is None:
         return {"index": None, "endpoints": []}
-    index, now = producer.index, subscriber.now
+    index, now = producer.index, events.now
     blocks = _blocks(knowledge, pool)
     return {
         "index": {
@@ -43,31 +45,31 @@ def summary(knowledge: Knowledge, pool: Pool) -> dict[str, Any]:
             **producer.counters,
         },
         "endpoints": [
-            _endpoint(e, subscriber.followers.get(e), blocks.get(e, (0,) * len(Tier)), now) for e in pool.endpoints
+            _endpoint(e, events.followers.get(e), blocks.get(e, (0,) * len(Tier)), now) for e in pool.endpoints
         ],
     }
 
 
-def _endpoint(endpoint: Endpoint, follower: Follower | None, blocks: tuple[int, ...], now: float) -> dict[str, Any]:
+def _endpoint(endpoint: Endpoint, followed: Follower | None, blocks: tuple[int, ...], now: float) -> dict[str, Any]:
     shown = {
         "address": endpoint.address,
         "name": endpoint.name,
-        "confidence": _level(follower).value,
-        "counts": 0.0 if follower is None else follower.confidence.factor,
+        "confidence": _level(followed).value,
+        "counts": 0.0 if followed is None else followed.confidence.factor,
         "blocks": {tier.name.lower(): count for tier, count in zip(Tier, blocks, strict=True)},
     }
-    if follower is None:
+    if followed is None:
         return {**shown, "model": None}
-    age = now - follower.applied_at
+    age = now - followed.applied_at
     return {
         **shown,
-        "model": follower.ledger.model,
-        "block_size": follower.ledger.block_size,
-        "parked": follower.ledger.waiting,
-        "speculating": follower.ledger.holder.speculating,
+        "model": followed.ledger.model,
+        "block_size": followed.ledger.block_size,
+        "parked": followed.ledger.waiting,
+        "speculating": followed.ledger.holder.speculating,
         "last_batch_age_s": age if math.isfinite(age) else None,
-        "lag_s": follower.lag_s,
-        **{name: follower.counters[name] for name in SHOWN},
+        "lag_s": followed.lag_s,
+        **{name: followed.counters[name] for name in SHOWN},
     }
 
 
@@ -98,10 +100,10 @@ def _of_index(knowledge: Knowledge, pool: Pool, pool_name: str) -> Iterable[Metr
     held = GaugeMetricFamily("kvsteer_index_blocks", "Blocks known there", labels=[*labels, "tier"])
     blocks = _blocks(knowledge, pool)
     for endpoint in pool.endpoints:
-        follower, names = followers.get(endpoint), [pool_name, endpoint.address]
-        confidence.add_metric(names, 0.0 if follower is None else follower.confidence.factor)
-        lag.add_metric(names, math.nan if follower is None else follower.lag_s)
-        parked.add_metric(names, 0 if follower is None else follower.ledger.waiting)
+        followed, names = followers.get(endpoint), [pool_name, endpoint.address]
+        confidence.add_metric(names, 0.0 if followed is None else followed.confidence.factor)
+        lag.add_metric(names, math.nan if followed is None else followed.lag_s)
+        parked.add_metric(names, 0 if followed is None else followed.ledger.waiting)
         for tier, count in zip(Tier, blocks.get(endpoint, (0,) * len(Tier)), strict=True):
             held.add_metric([*names, tier.name.lower()], count)
     yield from (confidence, lag, parked, held)
@@ -133,5 +135,5 @@ def _blocks(knowledge: Knowledge, pool: Pool) -> dict[Endpoint, tuple[int, ...]]
     return dict(zip(holders, knowledge.producer.index.all_blocks(tuple(holders.values())), strict=True))
 
 
-def _level(follower: Follower | None) -> Level:
-    return Level.NONE if follower is None else follower.confidence.level
+def _level(followed: Follower | None) -> Level:
+    return Level.NONE if followed is None else followed.confidence.level

@@ -12,16 +12,20 @@ from epp.discovery.file import FileDiscovery
 from epp.observe.decision_log import LogFile
 from epp.serve import Picker, Settings
 from epp.shared.redis_stream import parse_url
+from epp.sim.tokenizer import SHIPPED
 from tests.docs.pages import PAGES
 
 METRICS = next(page for page in PAGES if page.path.name == "metrics.md")
 
+PRECISE = '- {type: precise-prefix-cache-producer, parameters: {bind: "tcp://127.0.0.1:*"}}\n'
 HOSTS = "endpoints: [{address: 127.0.0.1, ports: 1}]"
 
 
 async def exposed(folder: Path) -> dict[str, str]:
     """Name -> type of all that a picker with every option shows."""
-    (folder / "config.yaml").write_text(default_text())
+    (folder / "config.yaml").write_text(
+        default_text().replace("plugins:\n", f"models: [{{name: tiny, path: {SHIPPED}}}]\nplugins:\n{PRECISE}", 1)
+    )
     (folder / "hosts.yaml").write_text(HOSTS)
     settings = Settings(
         sources=lambda: [FileDiscovery(folder / "hosts.yaml")],
