@@ -24,7 +24,7 @@ from epp.kvcache.index import BlockIndex
 from epp.sim.tokenizer import SHIPPED
 from tests.e2e.envoy import running_envoy, until
 from tests.e2e.serving import Picker, running_picker
-from tests.vllm.test_precise import CONFIG
+from tests.vllm.following import CONFIG
 from tests.vllm.test_steering import TURNS, converse
 from tests.vllm.workers import Fleet, Worker, vllm_python
 
@@ -174,7 +174,7 @@ async def test_what_a_rank_was_sent_without_the_picker_draws_requests_there(flee
     """The events of the rank alone tell of it."""
     (worker,) = fleet.workers
     config, log = tmp_path / "config.yaml", tmp_path / "decisions.jsonl"
-    config.write_text(CONFIG.format(model=fleet.model))
+    config.write_text(CONFIG.format(model=fleet.model, parameters="{}"))
     told = (f"--config-file={config}", f"--decision-log={log}")
     async with steered(worker, Profile.GATEWAY, tmp_path, *told) as (url, _), aiohttp.ClientSession() as client:
         await asyncio.sleep(3)  # the worker's models and event sources are asked for first
