@@ -104,7 +104,8 @@ class RedisStream:
     ) -> None:
         """Raises RedisMissing. Connects to nothing yet."""
         try:
-            import redis.asyncio
+            from redis.asyncio import Redis
+            from redis.asyncio.retry import Retry
             from redis.backoff import NoBackoff
             from redis.exceptions import RedisError
         except ImportError:
@@ -129,11 +130,11 @@ class RedisStream:
         timeout_s = settings.timeout_ms / 1000
 
         def client(patience_s: float = 0.0) -> Any:
-            return redis.asyncio.Redis.from_url(
+            return Redis.from_url(
                 settings.url,
                 socket_timeout=timeout_s + patience_s,
                 socket_connect_timeout=timeout_s,
-                retry=redis.asyncio.retry.Retry(NoBackoff(), 0),
+                retry=Retry(NoBackoff(), 0),
                 protocol=2,
                 client_name="kvsteer",
             )
