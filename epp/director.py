@@ -43,9 +43,6 @@ REQUEST_ID = "x-request-id"
 MODEL_REWRITE = "x-gateway-model-name-rewrite"
 """Request header that names the model to ask the worker for (set by a client or an earlier filter)."""
 
-DATA_PARALLEL_RANK = "x-data-parallel-rank"
-"""Request header that picks the engine behind a port that has several (vLLM)."""
-
 MAX_REQUEST_ID = 128
 
 NOT_SHOWN = "body-not-shown"
@@ -290,12 +287,10 @@ class Director:
         body, undoing = self._rewrite(request, body, response_shown)
         key = str(next(self._keys)) if self.options.observe_responses else ""
         picked = decision.endpoints[0]
-        set_headers = {} if REQUEST_ID in request.headers else {REQUEST_ID: request.request_id}
-        if picked.ranks > 1:
-            set_headers[DATA_PARALLEL_RANK] = str(picked.rank)
         steering = Steering(
             addresses=_addresses(decision.endpoints),
-            set_headers=set_headers,
+            rank=picked.rank if picked.ranks > 1 else None,
+            set_headers={} if REQUEST_ID in request.headers else {REQUEST_ID: request.request_id},
             body=body,
             response_headers=self._response_headers(scheduler, request, decision, now),
             response_transform=undoing,

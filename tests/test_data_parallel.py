@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from epp.discovery.envoy_file import EnvoyFile
 from epp.endpoint import Endpoint, Pool
 from epp.kvcache.producer import ApproxPrefixCache
@@ -59,9 +61,10 @@ def test_a_subset_that_names_the_address_allows_every_rank() -> None:
     assert len(pool.candidates(NOW, frozenset({"10.0.0.1:8000"}))) == 2
 
 
-def test_the_rank_picked_is_in_a_header_and_a_clients_own_is_overwritten() -> None:
+@pytest.mark.parametrize("more", [(), (("x-request-id", b"r"),)], ids=["id-set", "id-given"])
+def test_the_rank_picked_is_in_a_header_and_a_clients_own_is_overwritten(more: Fields) -> None:
     rig = rig_of(*ranks("10.0.0.1", 2))
-    streams = [ask(rig, (*CHAT, ("x-data-parallel-rank", b"7"))) for _ in range(4)]
+    streams = [ask(rig, (*CHAT, ("x-data-parallel-rank", b"7"), *more)) for _ in range(4)]
     assert [stream.destination for stream in streams] == ["10.0.0.1:8000"] * 4
     assert sorted(rank_header(stream)[0] for stream in streams) == [b"0", b"0", b"1", b"1"]
     assert rig.in_flight == [2, 2]

@@ -332,13 +332,13 @@ class ExtProcStream:
             told[wire.FLIGHT] = steering.flight
         plain = not steering.set_headers and not steering.remove_headers and replace is None
         if plain and not told:
-            reply = wire.destination_reply(kind, destination)
+            reply = wire.destination_reply(kind, destination, steering.rank)
         elif plain:
-            reply = wire.steered_reply(kind, destination, wire.steering_mutation(destination), None, told)
+            reply = wire.steered_reply(
+                kind, destination, wire.steering_mutation(destination, steering.rank), None, told
+            )
         else:
-            set_headers = dict(steering.set_headers)
-            if destination:
-                set_headers[wire.DESTINATION] = destination
+            set_headers = {**steering.set_headers, **wire.steering_headers(destination, steering.rank)}
             if replace is not None and len(replace) != self._size:
                 set_headers["content-length"] = str(len(replace))
             headers = wire.mutation(set_headers, (*wire.CONTROL_HEADERS, *steering.remove_headers))

@@ -67,6 +67,8 @@ class Steering(msgspec.Struct, frozen=True):
 
     addresses: tuple[str, ...]
     """Destination `ip:port`, then ordered fallbacks; empty leaves the choice to Envoy's cluster."""
+    rank: int | None = None
+    """The data-parallel rank meant, of several behind the destination's port; None: there are none to choose from."""
     set_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Request headers toward the worker, overwriting what the client sent."""
     remove_headers: tuple[str, ...] = ()

@@ -30,6 +30,8 @@ DESTINATION: Final = "x-gateway-destination-endpoint"
 SUBSET: Final = "x-gateway-destination-endpoint-subset"
 SERVED: Final = "x-gateway-destination-endpoint-served"
 FLIGHT: Final = "x-kvsteer-flight"
+DATA_PARALLEL_RANK: Final = "x-data-parallel-rank"
+"""Picks the engine behind a port that has several (vLLM)."""
 
 CONTROL_HEADERS: Final = (
     DESTINATION,
@@ -38,7 +40,7 @@ CONTROL_HEADERS: Final = (
     "x-prefiller-host-port",
     "x-encoder-hosts-ports",
     "x-data-parallel-host-port",
-    "x-data-parallel-rank",
+    DATA_PARALLEL_RANK,
     "x-gateway-inference-fairness-id",
     "x-gateway-inference-objective",
     "x-gateway-model-name-rewrite",
@@ -282,9 +284,17 @@ def mutation(set_headers: Mapping[str, str], remove_headers: Iterable[str] = ())
 
 
 @lru_cache(maxsize=4096)
-def steering_mutation(destination: str) -> bytes:
+def steering_mutation(destination: str, rank: int | None = None) -> bytes:
     """The HeaderMutation of a request that goes to `destination` ("" = Envoy's choice) with nothing else to change."""
-    return mutation({DESTINATION: destination} if destination else {}, CONTROL_HEADERS)
+    return mutation(steering_headers(destination, rank), CONTROL_HEADERS)
+
+
+def steering_headers(destination: str, rank: int | None) -> dict[str, str]:
+    """What tells Envoy the destination, and the worker the rank."""
+    headers = {DESTINATION: destination} if destination else {}
+    if rank is not None:
+        headers[DATA_PARALLEL_RANK] = str(rank)
+    return headers
 
 
 def lb_metadata(destination: str, told: Mapping[str, str]) -> bytes:
@@ -307,9 +317,9 @@ def destination_metadata(destination: str) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def destination_reply(kind: int, destination: str) -> bytes:
+def destination_reply(kind: int, destination: str, rank: int | None = None) -> bytes:
     """The whole reply to request headers or to a buffered body that sets the destination and changes nothing else."""
-    return steered_reply(kind, destination, steering_mutation(destination), None)
+    return steered_reply(kind, destination, steering_mutation(destination, rank), None)
 
 
 def steered_reply(
