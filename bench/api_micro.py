@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bench.backend import CHUNK
 from bench.bodies import Conversation
-from bench.timing import cpu_us
+from bench.timing import EFFORT, cpu_us, each_us
+from epp.api.fields import read_fields
 from epp.api.requests import parse_request
 from epp.api.responses import ResponseReader
 from epp.api.rewriting import Renaming, response_rewriter
@@ -14,7 +15,9 @@ from epp.request import Api, Headers, RequestHead
 
 
 def figures() -> list[Figure]:
-    body = Conversation(7).body(0, 0, stream=True)
+    conversation = Conversation(7)
+    body = conversation.body(0, 0, stream=True)
+    turns = [conversation.body(1, turn) for turn in range(max(3, EFFORT.times(30)))]
     head = RequestHead("POST", "/v1/chat/completions", Headers({"content-type": [b"application/json"]}))
     ids = b'{"model":"m","prompt":[%s]}' % b",".join(b"%d" % (n * 37 % 150_000) for n in range(100_000))
     ids_head = RequestHead("POST", "/v1/completions", Headers())
@@ -22,12 +25,14 @@ def figures() -> list[Figure]:
     rewriter = response_rewriter("text/event-stream", renaming=Renaming(target="m", client="client"))
     assert rewriter is not None
     runs = (
-        ("read a request of 400 KB", lambda: parse_request(head, body, "r")),
-        ("the same, looking for media", lambda: parse_request(head, body, "r").multimodal),
+        ("read the members of 400 KB never seen", lambda: read_fields(body)),
+        ("read a request of 400 KB seen before, looking for media", lambda: parse_request(head, body, "r").multimodal),
         ("read 100,000 token ids", lambda: parse_request(ids_head, ids, "r")),
         ("rewrite the model of 400 KB", lambda: rewrite_model(body, "target")),
         ("ask for usage in 400 KB", lambda: include_usage(body)),
         ("read a response chunk", lambda: reader.feed(CHUNK)),
         ("rename the model in a response chunk", lambda: rewriter.feed(CHUNK, False)),
     )
-    return [figure(f"api/{name}", cpu_us(run), "us") for name, run in runs]
+    out = [figure(f"api/{name}", cpu_us(run), "us") for name, run in runs]
+    grown = each_us([lambda b=turn: parse_request(head, b, "r") for turn in turns])  # type: ignore[misc]
+    return [*out, figure("api/read a request of 400 KB that grew by a turn", grown, "us")]

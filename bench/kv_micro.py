@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+from itertools import count
 from random import Random
 
 import numpy as np
 
-from bench.timing import EFFORT, cpu_us
+from bench.timing import EFFORT, cpu_us, each_us
 from epp.endpoint import Candidates, Endpoint, Pool
 from epp.figures import Figure, figure
 from epp.kvcache.blocks import Keys, block_keys
@@ -23,12 +24,17 @@ from epp.request import Api, InferenceRequest
 
 COMMON, BLOCKS, NEW = 500, 6250, 32
 CAPACITY = 1 << 22
+ALL = 1 << 31
 
 
 def figures() -> list[Figure]:
     text = np.random.default_rng(1).integers(32, 127, 400_000, dtype=np.uint8).tobytes()
-    keys = cpu_us(lambda: block_keys(text, 16, 7, limit=1 << 31))
-    out = [figure("kv/block keys of 400 KB of text", keys, "us")]
+    seeds = count()  # another chain each time: none is known
+    new = cpu_us(lambda: block_keys(text, 16, next(seeds), limit=ALL))
+    out = [figure("kv/block keys of 400 KB never seen", new, "us")]
+    turns = [text[:end] for end in range(len(text) - 100_000, len(text), 4_000)]
+    grown = each_us([lambda t=turn: block_keys(t, 16, 7, limit=ALL) for turn in turns])  # type: ignore[misc]
+    out.append(figure("kv/block keys of 400 KB that grew by a turn", grown, "us"))
     for endpoints in (64, 544):
         history, sessions = _history(endpoints)
         out.append(figure(f"kv/match, warm turn, {endpoints} endpoints", _match(history, sessions), "us"))

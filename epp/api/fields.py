@@ -28,31 +28,35 @@ UTF8_CHECKED_BYTES = 16_384
 _WHITE = re.compile(r"[ \t\n\r]*")
 
 
+ABSENT = Raw()
+
+
 class Fields(msgspec.Struct):
     """Top-level members of a request, of all APIs together; an absent one is empty. The last of duplicates counts."""
 
-    model: Raw = Raw()
-    prompt: Raw = Raw()
-    prompt_embeds: Raw = Raw()
-    messages: Raw = Raw()
-    input: Raw = Raw()
-    items: Raw = Raw()
-    tools: Raw = Raw()
-    system: Raw = Raw()
-    instructions: Raw = Raw()
-    stream: Raw = Raw()
-    stream_options: Raw = Raw()
-    cache_salt: Raw = Raw()
-    max_tokens: Raw = Raw()
-    max_completion_tokens: Raw = Raw()
-    max_output_tokens: Raw = Raw()
-    conversation: Raw = Raw()
-    prompt_cache_key: Raw = Raw()
-    previous_response_id: Raw = Raw()
-    user: Raw = Raw()
+    model: Raw = ABSENT
+    prompt: Raw = ABSENT
+    prompt_embeds: Raw = ABSENT
+    messages: Raw = ABSENT
+    input: Raw = ABSENT
+    items: Raw = ABSENT
+    tools: Raw = ABSENT
+    system: Raw = ABSENT
+    instructions: Raw = ABSENT
+    stream: Raw = ABSENT
+    stream_options: Raw = ABSENT
+    cache_salt: Raw = ABSENT
+    max_tokens: Raw = ABSENT
+    max_completion_tokens: Raw = ABSENT
+    max_output_tokens: Raw = ABSENT
+    conversation: Raw = ABSENT
+    prompt_cache_key: Raw = ABSENT
+    previous_response_id: Raw = ABSENT
+    user: Raw = ABSENT
 
 
-_decode = msgspec.json.Decoder(Fields).decode
+decode_strict = msgspec.json.Decoder(Fields).decode
+"""Raises msgspec.DecodeError or RecursionError."""
 
 
 def read_fields(body: bytes) -> Fields:
@@ -64,7 +68,7 @@ def read_fields(body: bytes) -> Fields:
     if len(body) <= UTF8_CHECKED_BYTES and not body.isascii():
         _decode_utf8(body)
     try:
-        return _decode(body)
+        return decode_strict(body)
     except msgspec.ValidationError:
         raise BadRequest("", "must be a JSON object") from None
     except (msgspec.DecodeError, RecursionError):
@@ -73,6 +77,8 @@ def read_fields(body: bytes) -> Fields:
 
 def kind_of(raw: Raw) -> bytes:
     """The first byte of a member's value, which tells its JSON type; empty when it is absent or null."""
+    if raw is ABSENT:
+        return b""
     first = memoryview(raw)[:1].tobytes()
     return b"" if first == b"n" else first
 

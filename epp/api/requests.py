@@ -19,10 +19,11 @@ from msgspec import Raw
 from numpy.typing import NDArray
 
 from epp.api.errors import BadRequest
-from epp.api.fields import Fields, kind_of, read_fields
+from epp.api.fields import ABSENT, Fields, kind_of, read_fields
 from epp.api.grpc_engine import read_grpc_request
 from epp.api.media import has_media
 from epp.api.paths import api_of
+from epp.api.resuming import resume_fields
 from epp.request import BYTES_PER_TOKEN, Api, InferenceRequest, RequestHead
 
 LOAD_ONLY = "load-only"
@@ -76,7 +77,7 @@ def parse_request(head: RequestHead, body: bytes | None, request_id: str) -> Inf
     elif api in (Api.GRPC_GENERATE, Api.GRPC_EMBED):
         _conclude(request, read_grpc_request(request, body))
     else:
-        _read(request, read_fields(body))
+        _read(request, resume_fields(body))
     request.target_model = request.model
     return request
 
@@ -252,8 +253,7 @@ def _string(raw: Raw) -> str | None:
 def _max_tokens(fields: Fields) -> int | None:
     """The newer name first; anything but a plain number is for the worker to judge."""
     for raw in (fields.max_completion_tokens, fields.max_output_tokens, fields.max_tokens):
-        value = bytes(raw)
-        if _INTEGER.fullmatch(value):
+        if raw is not ABSENT and _INTEGER.fullmatch(value := bytes(raw)):
             return int(value)
     return None
 

@@ -154,6 +154,7 @@ def read_headers(serialised: bytes) -> tuple[Headers, bool]:
     return Headers(fields), message.end_of_stream
 
 
+@lru_cache(maxsize=16)
 def read_config(serialised: bytes) -> tuple[int, int, bool]:
     """ProtocolConfiguration: request mode, response mode, whether bodies do not wait for the header reply."""
     try:
@@ -367,6 +368,11 @@ def immediate_reply(rejection: Rejection) -> bytes:
 
 def streamed_chunks(kind: int, body: bytes, *, end: bool) -> Iterator[bytes]:
     """Replies that stream `body` in full-duplex mode; `end` puts end_of_stream on the last, even on an empty one."""
+    if 0 < len(body) <= MAX_CHUNK:
+        tail = _END_OF_STREAM if end else b""
+        prefix = b"\x0a" + _number(len(body))
+        yield b"".join((_streamed_prefix(kind, len(prefix) + len(body) + len(tail)), prefix, body, tail))
+        return
     view = memoryview(body)
     for start in range(0, len(body), MAX_CHUNK):
         piece = view[start : start + MAX_CHUNK]

@@ -27,6 +27,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from epp.growing import WORTHWHILE, Growing
 from epp.request import BYTES_PER_TOKEN, InferenceRequest, PromptItem
 
 Keys = NDArray[np.uint64]
@@ -41,6 +42,8 @@ _CHUNK = 4096
 _U64 = (1 << 64) - 1
 _30, _27, _31, _MIX_0, _MIX_1 = (np.uint64(n) for n in (30, 27, 31, *_MIX))
 _60, _54, _62, _UNMIX_0, _UNMIX_1 = (np.uint64(n) for n in (60, 54, 62, *_UNMIX))
+_texts: Growing[Keys] = Growing(64 << 20)
+"""Keys of texts, by the seed of their chain."""
 _FEW = 3
 """Up to so many blocks plain integers are quicker than numpy: 2 us a block where its calls take 9 for any number."""
 
@@ -83,7 +86,10 @@ def seed(*, model: str, salt: str, block_size: int, before: bytes = b"") -> int:
 
 
 def block_keys(item: PromptItem, block_size: int, seed: int, *, limit: int) -> Keys:
-    """Keys of the whole blocks of one prompt, shape (blocks,), at most `limit`; empty when it is shorter than one."""
+    """Keys of the whole blocks of one prompt, shape (blocks,), at most `limit`; empty when it is shorter than one.
+
+    Those of a text that this process has seen the beginning of are taken from then (400 KB: 10 us instead of 85).
+    """
     text = isinstance(item, bytes)
     words = len(item) // BYTES_PER_TOKEN if text else len(item)
     blocks = max(min(words // block_size, limit), 0)
@@ -94,11 +100,23 @@ def block_keys(item: PromptItem, block_size: int, seed: int, *, limit: int) -> K
     start = seed ^ (0x5EED7E87 if text else 0x5EED1D5)
     if blocks <= _FEW and block_size <= 64:
         return _few_keys(flat.tolist(), block_size, start)
-    terms = flat.reshape(blocks, block_size) @ _weights(block_size)
-    terms += np.arange(1, blocks + 1, dtype=np.uint64) * _GOLDEN
-    sums = np.add.accumulate(_mix(terms))
-    sums += np.uint64(start)
-    return _mix(sums)
+    keys = np.empty(blocks, dtype=np.uint64)
+    done = 0
+    if isinstance(item, bytes) and (seen := _texts.find(item, start)) is not None:
+        known = seen[1][:blocks]
+        done = len(known)
+        keys[:done] = known
+    total = _unmix(keys.item(done - 1)) if done else start
+    if done < blocks:
+        terms = flat[done * block_size :].reshape(blocks - done, block_size) @ _weights(block_size)
+        terms += np.arange(done + 1, blocks + 1, dtype=np.uint64) * _GOLDEN
+        sums = np.add.accumulate(_mix(terms), out=keys[done:])
+        sums += np.uint64(total)
+        _mix(sums)
+        if isinstance(item, bytes) and (blocks - done) * block_size * BYTES_PER_TOKEN >= WORTHWHILE:
+            keys.flags.writeable = False
+            _texts.remember(item, count * BYTES_PER_TOKEN, keys, keys.nbytes, start)
+    return keys
 
 
 def _few_keys(words: list[int], block_size: int, start: int) -> Keys:

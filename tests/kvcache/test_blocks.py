@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from epp.growing import Growing
+from epp.kvcache import blocks
 from epp.kvcache.blocks import Keys, block_keys, request_keys, seed
 from epp.request import InferenceRequest, PromptItem
 from tests.pools import request
@@ -72,8 +74,35 @@ def test_few_blocks_have_the_keys_that_they_have_among_many(size: int) -> None:
     ids = np.random.default_rng(2).integers(0, 1 << 32, size * 10, dtype=np.uint32)
     for item in (text, ids):
         many = block_keys(item, size, 1 << 63, limit=100)
-        for blocks in range(1, 6):
-            assert block_keys(item, size, 1 << 63, limit=blocks).tolist() == many[:blocks].tolist()
+        for limit in range(1, 6):
+            assert block_keys(item, size, 1 << 63, limit=limit).tolist() == many[:limit].tolist()
+
+
+@pytest.mark.parametrize("size", [1, 16, 100])
+@pytest.mark.parametrize("limit", [1 << 31, 1000, 300])
+def test_a_text_that_grew_has_the_keys_it_would_have_if_nobody_had_seen_its_beginning(
+    size: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def keys(text: bytes, start: int, limit: int) -> list[int]:
+        return list(map(int, block_keys(text, size, start, limit=limit)))
+
+    text = np.random.default_rng(1).bytes(150_000)
+    grown = [text[:end] for end in (20_000, 20_003, 21_000, 70_000, 70_400, 150_000, 70_001)]
+    other = text[:70_000] + b"otherwise" * 2000
+    monkeypatch.setattr(blocks, "_texts", Growing(1 << 24))
+    followed = [keys(t, start, limit) for t in (*grown, other) for start in (7, 8)]
+    alone = []
+    for t in (*grown, other):
+        for start in (7, 8):
+            monkeypatch.setattr(blocks, "_texts", Growing(1 << 24))
+            alone.append(keys(t, start, limit))
+    assert followed == alone
+
+
+def test_keys_that_are_remembered_cannot_be_changed() -> None:
+    keys = block_keys(bytes(40_000), 16, 9, limit=1 << 31)
+    with pytest.raises(ValueError, match="read-only"):
+        keys[0] = 1
 
 
 def test_token_ids_and_text_of_equal_words_are_different_prompts() -> None:
