@@ -501,7 +501,9 @@ class Director:
             stats.output_tokens.observe(outcome.completion_tokens)
         if outcome.cached_tokens is not None:
             stats.cached_tokens.observe(outcome.cached_tokens)
-            stats.cached_error.observe(abs(outcome.cached_tokens - flight.decision.estimate.cached_tokens))
+            expected = flight.decision.estimate.cached_tokens
+            stats.cached_expected.observe(expected)
+            stats.cached_error.observe(abs(outcome.cached_tokens - expected))
 
     def _note_misread(self, flight: Flight) -> None:
         """Usage in a response, or an event of it, could not be read: passed on as it came, its tokens not counted."""

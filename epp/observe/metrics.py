@@ -63,6 +63,7 @@ class ModelStats:
 
     __slots__ = (
         "cached_error",
+        "cached_expected",
         "cached_tokens",
         "duration",
         "errors",
@@ -85,6 +86,7 @@ class ModelStats:
         self.ttft = Histogram(TTFT_S)
         self.ttft_error = Histogram(ERROR_RATIO)
         self.cached_error = Histogram(TOKENS)
+        self.cached_expected = Histogram(TOKENS)
         self.per_token = Histogram(PER_TOKEN_S)
         self.request_bytes = Histogram(BYTES)
         self.response_bytes = Histogram(BYTES)
@@ -239,6 +241,11 @@ _HISTOGRAMS = (
     ("input_tokens", "inference_objective_input_tokens", "Prompt tokens reported by the worker"),
     ("output_tokens", "inference_objective_output_tokens", "Output tokens reported by the worker"),
     ("cached_tokens", "inference_objective_prompt_cached_tokens", "Cached prompt tokens reported by the worker"),
+    (
+        "cached_expected",
+        "kvsteer_cached_tokens_expected",
+        "Cached prompt tokens expected, where some are reported",
+    ),
     ("cached_error", "kvsteer_cached_tokens_error", "Distance of expected and reported cached prompt tokens, tokens"),
     ("ttft_error", "kvsteer_ttft_error_ratio", "Distance of expected and seen first-token time, over the seen time"),
 )

@@ -71,6 +71,7 @@ def new_fleet(folder: Path) -> Fleet:
 class Compared:
     """One request: cached tokens expected at the pick, and those the worker reported."""
 
+    endpoint: str
     expected: int
     reported: int
     by_tier: dict[str, float]
@@ -132,9 +133,8 @@ def _compared(record: dict[str, Any]) -> Compared:
     (profile,) = record["profiles"]
     row = profile["candidates"].index(record["endpoints"][0])
     by_tier = {tier: values[row] for tier, values in (profile["cached_by_tier"] or {}).items()}
-    return Compared(
-        record["estimate"]["cached_tokens"], record["outcome"]["cached_tokens"], by_tier, tuple(record["reasons"])
-    )
+    expected, reported = (record[part]["cached_tokens"] for part in ("estimate", "outcome"))
+    return Compared(record["endpoints"][0], expected, reported, by_tier, tuple(record["reasons"]))
 
 
 @asynccontextmanager

@@ -75,6 +75,8 @@ class Fleet:
     model: Path
     folder: Path
     workers: list[Worker] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    """More variables of the workers' environment."""
 
     def start(self, count: int, *extra: str) -> None:
         """Start so many workers at once and wait until all answer; on failure the log's end is in the error."""
@@ -105,7 +107,7 @@ class Fleet:
             "--num-gpu-blocks-override", "512", "--distributed-executor-backend", "uni",
             "--generation-config", "vllm", "--enable-prompt-tokens-details", *extra,
         ]  # fmt: skip
-        environment = os.environ | ENVIRONMENT | {"VLLM_HOST_IP": host}
+        environment = os.environ | ENVIRONMENT | {"VLLM_HOST_IP": host} | self.environment
         with log.open("ab") as out:
             process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
         return Worker(port, process, log, host, extra)
