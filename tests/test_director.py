@@ -336,6 +336,7 @@ def test_a_request_counts_the_same_streamed_or_not(modes: tuple[BodyMode, BodyMo
     assert total(stats.response_bytes) == (1, float(len(b"".join(answer))))
     assert (total(stats.input_tokens), total(stats.output_tokens)) == ((1, 20.0), (1, 4.0))
     assert (total(stats.cached_tokens), total(stats.cached_error)) == ((1, 16.0), (1, 16.0))
+    assert total(stats.cached_expected) == (1, 0.0)
     assert (total(stats.duration)[0], total(stats.per_token)[0]) == (1, 1)
     assert sum(rig.metrics.decision.counts) == 1
     assert rig.metrics.attempts == {"success": 1}
