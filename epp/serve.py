@@ -264,7 +264,8 @@ class Picker:
         sources.update(self.shared.sources())
         sources["plugin"] = lambda: {"faults": self.scheduler.faults.by_kind()}
         sources["kv_events"] = lambda: caches.event_counters(self.knowledge)
-        self.metrics.families.append(lambda: caches.families(self.knowledge, self.pool, self.settings.pool_name))
+        self.metrics.families.append(lambda: caches.families(self.knowledge))
+        self.metrics.texts.append(lambda: caches.by_endpoint(self.knowledge, self.pool, self.settings.pool_name))
         if (watcher := self.watcher) is not None:
             sources["config"] = lambda: {"taken": watcher.taken, "refused": watcher.refused}
 

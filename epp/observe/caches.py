@@ -6,7 +6,7 @@ In: `Knowledge` and the pool. Out: counters of what came and went wrong, gauges 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,10 +16,13 @@ from epp.knowledge import Knowledge
 from epp.kvcache.events import follower, ledger, subscriber
 from epp.kvcache.events.confidence import Level
 from epp.kvcache.events.follower import Follower
+from epp.kvcache.precise import PrecisePrefixCache
 from epp.kvcache.tier import Tier
 from epp.kvcache.tokens import Tokens
+from epp.observe.exposition import gauge, labels
 
 COUNTERS = (*subscriber.COUNTERS, *follower.COUNTERS, *ledger.COUNTERS)
+NO_BLOCKS = (0,) * len(Tier)
 SHOWN = ("batches", "gaps", "replays_answered", "lost_batches", "restarts", "agreed", "over", "under")
 """Counters of one worker that the summary has."""
 
@@ -44,15 +47,13 @@ def summary(knowledge: Knowledge, pool: Pool) -> dict[str, Any]:
             "evicted": index.evicted,
             **producer.counters,
         },
-        "endpoints": [
-            _endpoint(e, events.followers.get(e), blocks.get(e, (0,) * len(Tier)), now) for e in pool.endpoints
-        ],
+        "endpoints": [_endpoint(e, events.followers.get(e), blocks.get(e, NO_BLOCKS), now) for e in pool.endpoints],
     }
 
 
 def _endpoint(endpoint: Endpoint, followed: Follower | None, blocks: tuple[int, ...], now: float) -> dict[str, Any]:
     shown = {
-        "address": endpoint.address,
+        "address": endpoint.key,
         "name": endpoint.name,
         "confidence": _level(followed).value,
         "counts": 0.0 if followed is None else followed.confidence.factor,
@@ -73,40 +74,51 @@ def _endpoint(endpoint: Endpoint, followed: Follower | None, blocks: tuple[int, 
     }
 
 
-def families(knowledge: Knowledge, pool: Pool, pool_name: str) -> Iterable[Metric]:
-    """Metrics of the index and of token ids; none of what is not configured."""
-    if knowledge.producer is not None and knowledge.subscriber is not None:
-        yield from _of_index(knowledge, pool, pool_name)
+def families(knowledge: Knowledge) -> Iterable[Metric]:
+    """Metrics of the index as a whole and of token ids; none of what is not configured."""
+    if knowledge.producer is not None:
+        yield from _of_index(knowledge.producer)
     if knowledge.tokens is not None:
         yield from _of_tokens(knowledge.tokens)
 
 
-def _of_index(knowledge: Knowledge, pool: Pool, pool_name: str) -> Iterable[Metric]:
-    assert knowledge.producer is not None
-    assert knowledge.subscriber is not None
-    index, followers = knowledge.producer.index, knowledge.subscriber.followers
+def _of_index(producer: PrecisePrefixCache) -> Iterable[Metric]:
+    index = producer.index
     yield GaugeMetricFamily("kvsteer_index_bytes", "Memory of the precise index", value=index.nbytes)
     yield GaugeMetricFamily("kvsteer_index_entries", "Blocks it knows anywhere", value=len(index))
     yield CounterMetricFamily("kvsteer_index_evicted", "Blocks forgotten for want of room", value=index.evicted)
     yield CounterMetricFamily("kvsteer_index_stale_writes", "Writes of an epoch that is over", value=index.stale_writes)
     lookups = CounterMetricFamily("kvsteer_index_lookups", "Requests by what scored their prefix", labels=["kind"])
-    for kind, count in knowledge.producer.counters.items():
+    for kind, count in producer.counters.items():
         lookups.add_metric([kind], count)
     yield lookups
-    labels = ["name", "model_server_pod"]
-    confidence = GaugeMetricFamily("kvsteer_kv_events_confidence", "What a match there counts, 0..1", labels=labels)
-    lag = GaugeMetricFamily("kvsteer_kv_events_lag_seconds", "Age of the last batch when it came", labels=labels)
-    parked = GaugeMetricFamily("kvsteer_kv_events_parked_blocks", "Blocks that wait for what precedes", labels=labels)
-    held = GaugeMetricFamily("kvsteer_index_blocks", "Blocks known there", labels=[*labels, "tier"])
+
+
+def by_endpoint(knowledge: Knowledge, pool: Pool, pool_name: str) -> Iterable[str]:
+    """Gauges of every endpoint, as text. Lower tiers are shown where there is something on them."""
+    if knowledge.producer is None or knowledge.subscriber is None:
+        return
+    followers, endpoints = knowledge.subscriber.followers, pool.endpoints
+    names = [labels(model_server_pod=e.key, name=pool_name) for e in endpoints]
+    for name, text, unknown, read in _PER_ENDPOINT:
+        values = (unknown if (f := followers.get(e)) is None else read(f) for e in endpoints)
+        yield gauge(name, text, zip(names, values, strict=True))
     blocks = _blocks(knowledge, pool)
-    for endpoint in pool.endpoints:
-        followed, names = followers.get(endpoint), [pool_name, endpoint.address]
-        confidence.add_metric(names, 0.0 if followed is None else followed.confidence.factor)
-        lag.add_metric(names, math.nan if followed is None else followed.lag_s)
-        parked.add_metric(names, 0 if followed is None else followed.ledger.waiting)
-        for tier, count in zip(Tier, blocks.get(endpoint, (0,) * len(Tier)), strict=True):
-            held.add_metric([*names, tier.name.lower()], count)
-    yield from (confidence, lag, parked, held)
+    held = [
+        (f'{of},tier="{tier.name.lower()}"', count)
+        for of, endpoint in zip(names, endpoints, strict=True)
+        for tier, count in zip(Tier, blocks.get(endpoint, NO_BLOCKS), strict=True)
+        if count or tier is Tier.GPU
+    ]
+    yield gauge("kvsteer_index_blocks", "Blocks known there", held)
+
+
+_PER_ENDPOINT: tuple[tuple[str, str, float, Callable[[Follower], float]], ...] = (
+    ("kvsteer_kv_events_confidence", "What a match there counts, 0..1", 0.0, lambda f: f.confidence.factor),
+    ("kvsteer_kv_events_lag_seconds", "Age of the last batch when it came", math.nan, lambda f: f.lag_s),
+    ("kvsteer_kv_events_parked_blocks", "Blocks that wait for what precedes", 0.0, lambda f: f.ledger.waiting),
+)
+"""Name, text, value where the endpoint is not followed, value."""
 
 
 def _of_tokens(tokens: Tokens) -> Iterable[Metric]:

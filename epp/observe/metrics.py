@@ -20,6 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from epp.endpoint import Endpoint, Pool
+from epp.observe.exposition import gauge, labels
 
 MAX_MODELS = 200
 """Model names are sent by clients; beyond this many, requests are counted under `other`."""
@@ -111,6 +112,8 @@ class Metrics(Collector):
         """Name of a part -> its numbers now; see `_of_source` for what becomes of them."""
         self.families: list[Callable[[], Iterable[Metric]]] = []
         """Parts that make metrics themselves."""
+        self.texts: list[Callable[[], Iterable[str]]] = []
+        """Parts that make them as text (`epp.observe.exposition`)."""
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -129,7 +132,8 @@ class Metrics(Collector):
 
     def render(self) -> bytes:
         """The text exposition format of Prometheus."""
-        return generate_latest(self._registry)
+        more = [*self._by_endpoint(), *(text for read in self.texts for text in read())]
+        return bytes(generate_latest(self._registry)) + "".join(more).encode()
 
     def describe(self) -> Iterable[Metric]:
         return ()
@@ -201,11 +205,12 @@ class Metrics(Collector):
                 family = GaugeMetricFamily(name, text, labels=["name"])
                 family.add_metric([self.pool_name], float(known.mean()))
                 yield family
+
+    def _by_endpoint(self) -> Iterable[str]:
+        endpoints = self.pool.endpoints
+        names = [labels(model_server_pod=e.key, name=self.pool_name) for e in endpoints]
         for name, text, read in _PER_ENDPOINT:
-            family = GaugeMetricFamily(name, text, labels=["name", "model_server_pod"])
-            for endpoint in pool.endpoints:
-                family.add_metric([self.pool_name, endpoint.key], read(endpoint))
-            yield family
+            yield gauge(name, text, zip(names, map(read, endpoints), strict=True))
 
 
 def _of_source(source: str, name: str, value: float | Mapping[str, float]) -> Metric:

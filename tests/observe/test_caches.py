@@ -52,7 +52,8 @@ class Picker:
         """Every line of the page that is a number."""
         metrics = Metrics(self.pool, "p")
         metrics.sources["kv_events"] = lambda: caches.event_counters(self.knowledge)
-        metrics.families.append(lambda: caches.families(self.knowledge, self.pool, "p"))
+        metrics.families.append(lambda: caches.families(self.knowledge))
+        metrics.texts.append(lambda: caches.by_endpoint(self.knowledge, self.pool, "p"))
         lines = [line for line in metrics.render().decode().splitlines() if line[:1] != "#"]
         return dict(line.rsplit(" ", 1) for line in lines)
 

@@ -151,9 +151,11 @@ class Subscriber:
 
     def totals(self) -> Counter[str]:
         """All counters, those of followers and ledgers summed, of endpoints that left as well."""
-        total = self.counters + self._left
-        for follower in self.followers.values():
-            total += follower.counters + follower.ledger.counters
+        total = Counter(self.counters)
+        total.update(self._left)
+        for follower in self.followers.values():  # adding Counters up would take five times as long
+            total.update(follower.counters)
+            total.update(follower.ledger.counters)
         return total
 
     async def stop(self) -> None:
