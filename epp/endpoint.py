@@ -51,6 +51,7 @@ class Endpoint:
 
     __slots__ = (
         "address",
+        "asleep",
         "available",
         "block_size",
         "cache_blocks",
@@ -108,6 +109,8 @@ class Endpoint:
         self.parents: Mapping[str, str] = {}
         """Adapter name -> the model it belongs to, as far as `/v1/models` tells."""
         self.lora: LoraState | None = None
+        self.asleep = False
+        """The engine says that it sleeps: its cache is gone."""
         self.block_size: int | None = None
         self.cache_blocks: int | None = None
         self.in_flight = 0

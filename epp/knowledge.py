@@ -31,6 +31,7 @@ class Knowledge:
         self._pool = pool
         self._replace = replace
         self._models: tuple[ModelConfig, ...] = ()
+        self._asleep: set[Endpoint] = set()
         self._lock = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -52,8 +53,19 @@ class Knowledge:
 
     def changed(self, joined: Sequence[Endpoint], left: Sequence[Endpoint]) -> None:
         """A discovery listener: who is to be followed."""
+        self._asleep.difference_update(left)
         if self.subscriber is not None:
             self.subscriber.changed(joined, left)
+
+    def scraped(self, endpoint: Endpoint) -> None:
+        """An endpoint's metrics were read. One that sleeps holds nothing, and would say so only when it wakes."""
+        if not endpoint.asleep:
+            self._asleep.discard(endpoint)
+        elif endpoint not in self._asleep:
+            self._asleep.add(endpoint)
+            follower = self.subscriber.followers.get(endpoint) if self.subscriber is not None else None
+            if follower is not None:
+                follower.emptied()
 
     async def stop(self) -> None:
         for task in list(self._tasks):

@@ -315,6 +315,7 @@ class Picker:
 
     def _scraped(self, endpoint: Endpoint, now: float, outcome: Outcome) -> None:
         self.health.scraped(endpoint, now, outcome)
+        self.knowledge.scraped(endpoint)
 
     def _changed(self, joined: Sequence[Endpoint], left: Sequence[Endpoint]) -> None:
         del joined

@@ -168,6 +168,7 @@ class Scraper:
             endpoint.set("running", own.running)
             endpoint.set("kv_usage", own.kv_usage)
             endpoint.lora = own.lora
+            endpoint.asleep = own.asleep
             endpoint.block_size = own.block_size or endpoint.block_size
             endpoint.cache_blocks = own.cache_blocks or endpoint.cache_blocks
             endpoint.scrape_succeeded(now)

@@ -140,5 +140,18 @@ def test_other_engines_are_read_and_found_out(engine: str, page: bytes, waiting:
         assert read(page, said) == expected
 
 
+@pytest.mark.parametrize(
+    ("states", "asleep"), [((), False), ((1,), False), ((0,), True), ((0, 1), False), ((0, 0), True)]
+)
+def test_a_worker_sleeps_when_all_its_engines_say_so(states: tuple[int, ...], asleep: bool) -> None:
+    lines = [b"vllm:num_requests_waiting 0"]
+    for n, awake in enumerate(states):
+        lines += [
+            b'vllm:engine_sleep_state{engine="%d",sleep_state="awake"} %d' % (n, awake),
+            b'vllm:engine_sleep_state{engine="%d",sleep_state="weights_offloaded"} %d' % (n, 1 - awake),
+        ]
+    assert read(b"\n".join(lines) + b"\n", "vllm").asleep is asleep
+
+
 def test_a_page_of_no_known_engine_is_told_as_such() -> None:
     assert read(b"process_cpu_seconds_total 1\n", "auto").engine == ""
