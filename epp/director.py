@@ -315,7 +315,7 @@ class Director:
             self.metrics.reasons[reason] += 1
             return unavailable(reason, f"no endpoint {where} is ready", retry_after_s=retry)
         self.metrics.reasons[left.reason] += 1
-        message = "every endpoint is filtered out for this request"
+        message = f"every endpoint is filtered out for this request{_last_filter(left.decision)}"
         return too_many_requests("rejected-saturated", message, retry_after_s=retry)
 
     def _take_off(
@@ -530,6 +530,13 @@ def _addresses(endpoints: Sequence[Endpoint]) -> tuple[str, ...]:
 def _weight(decision: Decision) -> int:
     """Prompt tokens to be computed, as expected."""
     return max(0, decision.estimate.prompt_tokens - decision.estimate.cached_tokens)
+
+
+def _last_filter(decision: Decision) -> str:
+    """Which filter left nobody, for the reader of an error."""
+    emptied = (f.name for profile in decision.profiles for f in profile.filters if not f.kept)
+    name = next(emptied, "")
+    return f" (by {name})" if name else ""
 
 
 def _is_untouchable(request: InferenceRequest) -> bool:

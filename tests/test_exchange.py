@@ -472,6 +472,7 @@ def test_a_pool_that_is_filtered_out_is_429_with_the_reason(body: bytes) -> None
     rig.clock.advance(1)
     status, error, headers = refused(stream)
     assert (status, error["type"]) == (429, "rate_limit_error")
+    assert error["message"] == "every endpoint is filtered out for this request (by by-label)"
     assert headers["x-llm-d-request-dropped-reason"] == "rejected-saturated"
     assert headers["retry-after"] == "3"
     assert rig.metrics.attempts == {"failure": 1}
