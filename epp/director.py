@@ -347,6 +347,8 @@ class Director:
     ) -> dict[str, str]:
         """What plugins add for the client, without what must not be set: a plugin's fault costs only its header."""
         headers = scheduler.response_headers(request, decision, now)
+        if not headers:
+            return headers
         refused = [name for name, value in headers.items() if not settable(name, value)]
         for name in refused:
             del headers[name]

@@ -56,6 +56,7 @@ class _Profile:
     filters: tuple[tuple[str, Guard, Filter[Any]], ...]
     scorers: tuple[tuple[str, Guard, Callable[[InferenceRequest, Candidates], Any]], ...]
     weights: Floats
+    weight_list: tuple[float, ...]
     picker: tuple[str, Guard, Picker[Any]]
 
 
@@ -125,6 +126,7 @@ class Scheduler:
             tuple(named(name) for name in config.filters),
             tuple((name, self._guards[name], _scoring(self._guards[name])) for name, _ in config.scorers),
             np.array([weight for _, weight in config.scorers], dtype=np.float64),
+            tuple(float(weight) for _, weight in config.scorers),
             named(config.picker),
         )
 
@@ -257,7 +259,7 @@ class Scheduler:
         totals.flags.writeable = False
         traces = [
             ScorerTrace(name, weight, row, text)
-            for (name, _, _), weight, row, text in zip(scorers, profile.weights.tolist(), raw, texts, strict=True)
+            for (name, _, _), weight, row, text in zip(scorers, profile.weight_list, raw, texts, strict=True)
         ]
         return tuple(traces), totals
 

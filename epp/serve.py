@@ -187,9 +187,11 @@ class Picker:
             await self.knowledge.configure(self.scheduler)
             await self._listen(stack)
             await self._watch(stack)
-            # What was made so far lives as long as the process: the collector need not look at it again.
+            # What was made so far lives as long as the process: the collector need not look at it again. A request
+            # leaves no cycles, so it may come less often than every 700 allocations: 4 us of 140 a request.
             gc.collect()
             gc.freeze()
+            gc.set_threshold(10_000)
             started(self)
             await stop.wait()
             drained, hurried = asyncio.create_task(self._drain()), asyncio.create_task(hurry.wait())

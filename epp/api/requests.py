@@ -267,8 +267,7 @@ def _session(fields: Fields) -> str:
         except (msgspec.DecodeError, RecursionError):
             pass
     for raw in (conversation, fields.prompt_cache_key, fields.previous_response_id, fields.user):
-        name = _string(raw)
-        if name:
+        if raw is not ABSENT and (name := _string(raw)):
             return name[:MAX_SESSION_CHARS]
     return ""
 

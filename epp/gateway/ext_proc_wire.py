@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Final, NamedTuple
+from typing import Final
 
+import msgspec
 from google.protobuf.message import DecodeError
 from google.protobuf.struct_pb2 import Struct
 
@@ -60,7 +61,7 @@ class MalformedMessage(ValueError):
     """The bytes are not the message they should be."""
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """Where the parts of one ProcessingRequest lie. `kind` is the oneof's field number, 0 when there is none."""
 
     kind: int

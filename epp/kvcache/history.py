@@ -65,7 +65,8 @@ class History(Generic[E]):
                 continue  # all holders of this run hold a later one too
             for endpoint, holding in run.holders.items():
                 if endpoint not in matched:
-                    matched[endpoint] = start + min(holding.length, length)
+                    held = holding.length
+                    matched[endpoint] = start + (held if held < length else length)  # min() takes twice as long
         return matched
 
     def insert(self, endpoint: E, keys: Keys, capacity: int) -> int:

@@ -85,12 +85,12 @@ class ApproxPrefixCache(Producer[PrefixParameters]):
         request.attributes[self.name] = lookup
         if any(lookup.matches):
             pool = candidates.pool
-            by_row = np.zeros(len(pool))
+            by_row = [0] * len(pool)
             for matched in lookup.matches:
                 for endpoint, blocks in matched.items():
                     if endpoint.pool is pool:
                         by_row[endpoint.row] += blocks
-            cached = by_row[candidates.rows] * (block_size * _tokens_of_text(request))
+            cached = np.array(by_row)[candidates.rows] * (block_size * lookup.tokens_of_text)
             candidates.cached_tokens = np.minimum(cached, request.prompt_tokens)
 
     def picked(self, request: InferenceRequest, endpoints: Mapping[str, Endpoint]) -> None:
