@@ -16,6 +16,8 @@ from epp.knowledge import Knowledge
 from epp.kvcache.events import follower, ledger, subscriber
 from epp.kvcache.events.confidence import Level
 from epp.kvcache.events.follower import Follower
+from epp.kvcache.events.subscriber import Subscriber
+from epp.kvcache.index import BlockIndex
 from epp.kvcache.precise import PrecisePrefixCache
 from epp.kvcache.tier import Tier
 from epp.kvcache.tokens import Tokens
@@ -38,7 +40,7 @@ def summary(knowledge: Knowledge, pool: Pool) -> dict[str, Any]:
     if producer is None or events is None:
         return {"index": None, "endpoints": []}
     index, now = producer.index, events.now
-    blocks = _blocks(knowledge, pool)
+    blocks = _blocks(index, events, pool)
     return {
         "index": {
             "bytes": index.nbytes,
@@ -96,14 +98,15 @@ def _of_index(producer: PrecisePrefixCache) -> Iterable[Metric]:
 
 def by_endpoint(knowledge: Knowledge, pool: Pool, pool_name: str) -> Iterable[str]:
     """Gauges of every endpoint, as text. Lower tiers are shown where there is something on them."""
-    if knowledge.producer is None or knowledge.subscriber is None:
+    producer, events = knowledge.producer, knowledge.subscriber
+    if producer is None or events is None:
         return
-    followers, endpoints = knowledge.subscriber.followers, pool.endpoints
+    followers, endpoints = events.followers, pool.endpoints
     names = [labels(model_server_pod=e.key, name=pool_name) for e in endpoints]
     for name, text, unknown, read in _PER_ENDPOINT:
         values = (unknown if (f := followers.get(e)) is None else read(f) for e in endpoints)
         yield gauge(name, text, zip(names, values, strict=True))
-    blocks = _blocks(knowledge, pool)
+    blocks = _blocks(producer.index, events, pool)
     held = [
         (f'{of},tier="{tier.name.lower()}"', count)
         for of, endpoint in zip(names, endpoints, strict=True)
@@ -139,12 +142,10 @@ def _of_tokens(tokens: Tokens) -> Iterable[Metric]:
     yield from (requests, seconds, looked_up, memory)
 
 
-def _blocks(knowledge: Knowledge, pool: Pool) -> dict[Endpoint, tuple[int, ...]]:
+def _blocks(index: BlockIndex, events: Subscriber, pool: Pool) -> dict[Endpoint, tuple[int, ...]]:
     """Blocks of each followed endpoint by tier."""
-    assert knowledge.producer is not None
-    assert knowledge.subscriber is not None
-    holders = {e: h for e, h in knowledge.subscriber.holders.items() if e.pool is pool}
-    return dict(zip(holders, knowledge.producer.index.all_blocks(tuple(holders.values())), strict=True))
+    holders = {e: h for e, h in events.holders.items() if e.pool is pool}
+    return dict(zip(holders, index.all_blocks(tuple(holders.values())), strict=True))
 
 
 def _level(followed: Follower | None) -> Level:

@@ -18,6 +18,7 @@ FOREIGN = {
     "--enable-prefix-caching": "vLLM",
     "--enable-prompt-tokens-details": "vLLM",
     "--max-num-seqs": "vLLM",
+    "--kv-events-config": "vLLM",
     "--log-level": "envoy",
     "--mode": "envoy",
     "--base-id": "envoy",

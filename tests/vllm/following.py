@@ -116,17 +116,25 @@ class Following:
         )
         return [_compared(json.loads(line)) for line in lines[self.asked - len(requests) : self.asked]]
 
-    async def recovery(self, traffic: Iterator[Request]) -> Recovery:
-        """Send requests until the picker knows its workers."""
+    async def index(self) -> list[dict[str, Any]]:
+        """What the picker believes of each worker."""
+        async with self.client.get(f"{self.admin}/debug/index") as response:
+            endpoints: list[dict[str, Any]] = (await response.json())["endpoints"]
+            return endpoints
+
+    async def recovery(self, traffic: Iterator[Request], *, of: Worker | None = None) -> Recovery:
+        """Send requests until the picker knows its workers, a tenth of them served by `of`."""
         loop = asyncio.get_running_loop()
-        start, times, wrong = loop.time(), list[float](), list[bool]()
-        while len(wrong) < PATIENCE:
+        start, times, found = loop.time(), list[float](), list[Compared]()
+        while len(found) < PATIENCE:
             times.append(loop.time() - start)
-            wrong += [c.wrong for c in await self.ask(next(traffic))]
-            if len(wrong) >= WINDOW and sum(wrong[-WINDOW:]) < 0.05 * WINDOW:
-                before = len(wrong) - WINDOW
-                return Recovery(times[before], before, sum(wrong[:before]))
-        raise AssertionError(f"of the last {WINDOW} of {PATIENCE} requests {sum(wrong[-WINDOW:])} came out otherwise")
+            found += await self.ask(next(traffic))
+            window, before = found[-WINDOW:], len(found) - WINDOW
+            there = WINDOW if of is None else sum(c.endpoint == of.address for c in window)
+            if before >= 0 and sum(c.wrong for c in window) < 0.05 * WINDOW and there >= 0.1 * WINDOW:
+                return Recovery(times[before], before, sum(c.wrong for c in found[:before]))
+        wrong = sum(c.wrong for c in found[-WINDOW:])
+        raise AssertionError(f"of the last {WINDOW} of {PATIENCE} requests {wrong} came out otherwise")
 
 
 def _compared(record: dict[str, Any]) -> Compared:

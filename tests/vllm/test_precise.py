@@ -21,6 +21,8 @@ from tests.vllm.workers import Fleet, free_port
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 REQUESTS = 200
+BLOCKS = 64
+"""Of a worker, one of which vLLM keeps for itself."""
 LOST = 3
 """Batches."""
 HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
@@ -30,7 +32,14 @@ HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = new_fleet(tmp_path_factory.mktemp("vllm"))
-    small = ("--num-gpu-blocks-override", "64", "--max-model-len", "1536", "--kv-events-config", json.dumps(EVENTS))
+    small = (
+        "--num-gpu-blocks-override",
+        str(BLOCKS),
+        "--max-model-len",
+        "1536",
+        "--kv-events-config",
+        json.dumps(EVENTS),
+    )
     try:
         fleet.launch(3, *small, hosts=HOSTS)
         fleet.wait()
@@ -54,14 +63,18 @@ async def test_the_cached_tokens_expected_are_those_reported(fleet: Fleet, tmp_p
     async with following(fleet, tmp_path) as picker:
         await asyncio.sleep(3)  # the workers' models and event sources are asked for first
         found = await picker.ask(*islice(requests(1), REQUESTS))
+        believed = await picker.index()
     equal = sum(not c.wrong for c in found)
     hits = sum(c.reported > 0 for c in found)
     over = [c for c in found if c.expected > c.reported + BLOCK]
     print(f"\n{equal} of {REQUESTS} equal, {hits} with cached tokens, {len(over)} over by more than a block")
+    print("\n".join(f"{e['address']}: {e['confidence']}, {e['blocks']['gpu']} blocks" for e in believed))
     assert hits > REQUESTS / 4
     assert equal >= 0.95 * REQUESTS
     assert over == []
     assert sum(w.metric("vllm:prefix_cache_hits_total") for w in fleet.workers) > 0
+    assert {(e["confidence"], e["model"], e["parked"]) for e in believed} == {("complete", "tiny", 0)}
+    assert all(BLOCKS / 2 < e["blocks"]["gpu"] < BLOCKS for e in believed)  # small, and always full
 
 
 async def test_a_picker_that_starts_late_knows_what_was_cached_before(fleet: Fleet, tmp_path: Path) -> None:
@@ -74,12 +87,15 @@ async def test_a_picker_that_starts_late_knows_what_was_cached_before(fleet: Fle
 
 
 async def test_a_worker_that_was_restarted_is_known_again(fleet: Fleet, tmp_path: Path) -> None:
-    traffic = requests(3)
+    traffic, loop = requests(3), asyncio.get_running_loop()
     async with following(fleet, tmp_path) as picker:
         await picker.recovery(traffic)
-        await asyncio.to_thread(fleet.kill_and_restart, fleet.workers[0])
-        print(f"\nworker restarted: {await picker.recovery(traffic)}")
-        assert fleet.workers[0].metric("vllm:prefix_cache_queries_total") > 0
+        killed = loop.time()
+        worker = await asyncio.to_thread(fleet.kill_and_restart, fleet.workers[0])
+        print(f"\nworker restarted: it answers {loop.time() - killed:.1f} s after its end")
+        for path, body in islice(traffic, 20):  # something that only this one holds, and that draws requests
+            await ask(picker.client, f"http://{worker.address}", path, body)
+        print(f"worker restarted: {await picker.recovery(traffic, of=worker)}")
 
 
 async def test_lost_batches_are_had_by_replay(fleet: Fleet, tmp_path: Path) -> None:
