@@ -99,19 +99,19 @@ def _profile(profile: Mapping[str, Any], everyone: list[str]) -> RenderableType:
     table.add_column("endpoint", no_wrap=True)
     filters, scorers = profile["filters"], profile["scorers"]
     for step in filters:
-        table.add_column(escape(step["name"]), justify="center")
+        table.add_column(escape(step["name"]), justify="center", overflow="fold")
     cached, expected = profile.get("cached_tokens"), profile.get("expected_ttft")
     if cached is not None:
         table.add_column("tokens\ncached", justify="right")
     if expected is not None:
         table.add_column("first token\nin s", justify="right")
     for step in scorers:
-        table.add_column(escape(f"{step['name']}\nraw x {step['weight']:g}"), justify="right")
+        table.add_column(escape(f"{step['name']}\nraw x {step['weight']:g}"), justify="right", overflow="fold")
     table.add_column("total", justify="right")
     table.add_column("chosen", justify="center")
     candidates, chosen = profile["candidates"], profile["chosen"]
     for endpoint in _by_rank(profile, everyone):
-        cells = [endpoint]
+        cells = [escape(endpoint)]
         stays = True
         for step in filters:
             kept = endpoint in step["kept"]

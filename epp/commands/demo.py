@@ -31,7 +31,7 @@ WORKERS = Workers(model=MODEL, blocks=12_288, block_size=16, speed=4.0, stream_i
 """Each worker holds 197,000 tokens: a third of what the sessions need together, as a fleet's HBM is in practice."""
 
 
-@click.command(name="demo")
+@click.command(name="demo", short_help="Round robin against kvsteer, on recorded agent sessions.")
 @click.option("--base-port", type=click.IntRange(1024, 65000), default=8080, show_default=True, help="First port used.")
 @click.option("--workers", type=click.IntRange(2, 8), default=4, show_default=True, help="Emulated workers.")
 @click.option("--duration", type=Number(2, 600), default=30.0, show_default=True, help="Seconds a replay.")
@@ -119,7 +119,7 @@ class Demo:
         found = next((r for r in records if r["estimate"]["cached_tokens"]), records[0] if records else None)
         if found is not None:
             self.console.print("\none decision, explained:")
-            self.console.print(explain(found), markup=False)
+            self.console.print(explain(found))
 
     async def _stay(self) -> None:
         body = f'{{"model":"{MODEL}","messages":[{{"role":"user","content":"hello"}}],"max_tokens":16}}'

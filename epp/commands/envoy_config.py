@@ -7,7 +7,7 @@ import click
 from epp.envoy_options import FailureMode, HostPort, Mode, Profile, defaults, parse_endpoints, parse_picker
 
 
-@click.command("envoy-config")
+@click.command("envoy-config", short_help="Print an Envoy configuration that asks the picker.")
 @click.option(
     "--mode",
     type=click.Choice([m.value for m in Mode]),

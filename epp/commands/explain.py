@@ -23,7 +23,8 @@ def command(source: str, request_id: str | None) -> None:
     try:
         record = find(read(fetch(source, request_id)), request_id)
     except (OSError, ValueError) as error:
-        raise click.ClickException(f"{source}: {error}") from None
+        hint = "; an admin port is a URL: http://..." if isinstance(error, FileNotFoundError) and ":" in source else ""
+        raise click.ClickException(f"{source}: {reason(error)}{hint}") from None
     if record is None:
         raise click.ClickException(f"{source}: no decision" + (f" for request {request_id}" if request_id else ""))
     try:
@@ -32,6 +33,12 @@ def command(source: str, request_id: str | None) -> None:
         why = f"{source}: not a decision that this version can read ({type(error).__name__}: {error})"
         raise click.ClickException(why) from None
     Console().print(table)
+
+
+def reason(error: OSError | ValueError) -> str:
+    """What went wrong, without the wrapping of `urllib` and the file's name, which the message has already."""
+    cause = getattr(error, "reason", error)  # of a URLError, an OSError; of others, text
+    return (isinstance(cause, OSError) and cause.strerror) or str(error)
 
 
 def fetch(source: str, request_id: str | None) -> str:

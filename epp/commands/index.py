@@ -12,6 +12,8 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from epp.commands.explain import reason
+
 MAX_BYTES = 64 << 20
 
 
@@ -37,7 +39,7 @@ def command(url: str, endpoint: str | None) -> None:
             f"{index['history']} by the history alone"
         )
     except OSError as error:
-        raise click.ClickException(f"{url}: {error}") from None
+        raise click.ClickException(f"{url}: {reason(error)}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"{url}: not an answer that this version can read ({type(error).__name__}: {error})"
         raise click.ClickException(why) from None
@@ -48,27 +50,27 @@ def command(url: str, endpoint: str | None) -> None:
 
 def _table(endpoints: list[Mapping[str, Any]]) -> RenderableType:
     table = Table()
-    for heading in ("endpoint", "model", "confidence"):
-        table.add_column(heading, no_wrap=heading == "endpoint")
-    for heading in ("counts", "blocks", "parked", "last batch", "lag", "gaps", "lost", "agreed\nover/under"):
-        table.add_column(heading, justify="right")
+    table.add_column("endpoint\nmodel", overflow="fold")
+    table.add_column("confidence\ncounts", no_wrap=True)
+    for heading in ("blocks", "last batch\nlag", "gaps\nlost", "agreed\nover/under"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for e in endpoints:
         followed = e["model"] is not None
         table.add_row(
-            escape(e["address"]),
-            escape(e["model"] or "?"),
-            _colour(e["confidence"]),
-            f"{e['counts']:.2f}",
-            _blocks(e["blocks"]),
-            *(_of_followed(e) if followed else ()),
+            escape(f"{e['address']}\n{e['model'] or '?'}"),
+            f"{_colour(e['confidence'])}\n{e['counts']:.2f}",
+            *(_of_followed(e) if followed else (_blocks(e["blocks"]),)),
         )
     return table
 
 
 def _of_followed(e: Mapping[str, Any]) -> tuple[str, ...]:
-    counts = (str(e[name]) for name in ("gaps", "lost_batches"))
-    answers = f"{e['agreed']}\n{e['over']}/{e['under']}"
-    return str(e["parked"]), _age(e["last_batch_age_s"]), f"{e['lag_s'] * 1e3:.0f} ms", *counts, answers
+    return (
+        f"{_blocks(e['blocks'])}\nparked {e['parked']}",
+        f"{_age(e['last_batch_age_s'])}\n{e['lag_s'] * 1e3:.0f} ms",
+        f"{e['gaps']}\n{e['lost_batches']}",
+        f"{e['agreed']}\n{e['over']}/{e['under']}",
+    )
 
 
 def _one(e: Mapping[str, Any]) -> RenderableType:

@@ -87,6 +87,8 @@ def default_of(field: dataclasses.Field[Any]) -> str:
 
 def type_name(hint: Any) -> str:
     """The type as the reader of a YAML file thinks of it, with bounds and unit."""
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(map(str, typing.get_args(hint)))
     if typing.get_origin(hint) is not typing.Annotated:
         return getattr(hint, "__name__", str(hint)) if not typing.get_args(hint) else str(hint).replace("typing.", "")
     base, *notes = typing.get_args(hint)

@@ -33,12 +33,12 @@ SECONDS = seconds()
 POSITIVE_SECONDS = seconds(0.01)
 
 
-@click.command(name="serve")
+@click.command(name="serve", short_help="Run the picker: answer Envoy until SIGTERM.")
 @click.option(
     "--endpoint",
     "endpoints",
     multiple=True,
-    metavar="HOST:PORT[-PORT][=KEY=VALUE,...]",
+    metavar="IP:PORT[-PORT][=KEY=VALUE,...]",
     help="A worker; several ports of a host are its data-parallel ranks, dp=N are N ranks behind one. Repeat for more.",
 )
 @click.option(
@@ -220,7 +220,7 @@ def command(
     """
     _log_to_stderr(verbose)
     if not (endpoints or endpoints_file or dns):
-        raise click.UsageError("no workers: give --endpoint HOST:PORT, --endpoints-file FILE or --dns NAME:PORT")
+        raise click.UsageError("no workers: give --endpoint IP:PORT, --endpoints-file FILE or --dns NAME:PORT")
     if config_file and config_text:
         raise click.UsageError("--config-file and --config-text exclude each other")
     if edge == "grpcio":

@@ -162,7 +162,7 @@ def parse_host(text: str) -> str:
     try:
         address = ipaddress.ip_address(bare)
     except ValueError:
-        raise ValueError(f"{text!r} is not an IP address (names are resolved by DNS discovery)") from None
+        raise ValueError(f"{text!r} is not an IP address (names are for --dns)") from None
     if "%" in bare:
         raise ValueError(f"{text!r} has a zone, which Envoy cannot be told")
     return address.compressed

@@ -1,4 +1,4 @@
-"""Static discovery: endpoints named on the command line, `--endpoint HOST:PORT[-PORT][=KEY=VALUE,...]`.
+"""Static discovery: endpoints named on the command line, `--endpoint IP:PORT[-PORT][=KEY=VALUE,...]`.
 
     10.0.0.1:8000                                one endpoint
     [fd00::1]:8000-8007=role=decode,zone=a       eight data-parallel ranks of one host, with a role and a label

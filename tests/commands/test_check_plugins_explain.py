@@ -90,6 +90,7 @@ def test_plugins_describes_parameters_with_bounds_units_defaults_and_meaning() -
     assert "0.8" in described
     picker = run("plugins", "max-score-picker").stdout
     assert "int, 1..64" in picker
+    assert "requests or tokens" in " ".join(run("plugins", "concurrency-detector").stdout.split())
     assert "ordered fallbacks" in picker
     assert "duration" in run("plugins", "ttft-estimator").stdout
     assert "also called by-label-selector" in run("plugins", "by-label-selector").stdout
@@ -168,6 +169,33 @@ def test_markup_in_names_is_shown_and_not_obeyed() -> None:
     result = run("explain", "-", text=json.dumps(record))
     assert result.exit_code == 0
     assert "request [red]x[/red]" in result.stdout
+
+
+def test_an_ipv6_endpoint_is_shown_whole() -> None:
+    text = json.dumps(records()[0]).replace("10.0.0.1:8002", "[fd00::1]:8002")
+    shown = run("explain", "-", text=text).stdout
+    assert len([line for line in shown.splitlines() if "[fd00::1]:8002" in line]) == 2  # the headline and its row
+
+
+def test_a_narrow_terminal_breaks_the_names_of_scorers_and_cuts_none() -> None:
+    shown = CliRunner(env={"COLUMNS": "80"}).invoke(main, ["explain", "-"], input=json.dumps(records()[0]))
+    assert shown.exit_code == 0
+    assert "\u2026" not in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        ("http://127.0.0.1:1", "http://127.0.0.1:1: Connection refused"),
+        ("none.jsonl", "none.jsonl: No such file or directory"),
+        ("127.0.0.1:9090", "No such file or directory; an admin port is a URL"),
+    ],
+)
+def test_explain_says_why_its_source_cannot_be_read(source: str, problem: str) -> None:
+    result = run("explain", source)
+    assert result.exit_code == 1
+    assert problem in result.stderr
+    assert "Errno" not in result.stderr
 
 
 @pytest.fixture

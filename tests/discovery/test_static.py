@@ -68,7 +68,7 @@ def test_a_port_range_is_the_ranks_of_one_host() -> None:
         ("10.0.0.1:1-65535", "more than 64 ports"),
         ("fd00::1:8000", "in brackets"),
         ("[fe80::1%eth0]:8000", "has a zone"),
-        ("worker:8000", "not an IP address (names are resolved by DNS discovery)"),
+        ("worker:8000", "not an IP address (names are for --dns)"),
         ("10.0.0.1:8000=zone", "'zone' is not KEY=VALUE"),
         ("10.0.0.1:8000=zone=a,zone=b", "zone is given twice"),
         ("10.0.0.1:8000=role=prefil", "the role 'prefil' is none of prefill, decode"),

@@ -82,7 +82,7 @@ async def followed(config: str = CONFIG) -> AsyncIterator[Picker]:
         await knowledge.stop()
 
 
-async def ask(summary: dict[str, Any], *options: str) -> Result:
+async def ask(summary: dict[str, Any], *options: str, columns: int = 160) -> Result:
     """`kvsteer index` at an admin port that gives this summary."""
 
     async def answer(_: web.Request) -> web.Response:
@@ -92,7 +92,7 @@ async def ask(summary: dict[str, Any], *options: str) -> Result:
     app.add_routes([web.get("/debug/index", answer)])
     async with TestServer(app) as server:
         told = ["index", "--url", str(server.make_url("")), *options]
-        return await asyncio.to_thread(CliRunner(env={"COLUMNS": "160"}).invoke, main, told)
+        return await asyncio.to_thread(CliRunner(env={"COLUMNS": str(columns)}).invoke, main, told)
 
 
 async def test_the_summary_has_every_endpoint_by_tier_with_its_confidence() -> None:
@@ -142,6 +142,14 @@ async def test_the_command_shows_a_row_an_endpoint() -> None:
     assert "complete" in result.output
     assert "10.0.0.2:8000" in result.output
     assert "none" in result.output
+
+
+async def test_eighty_columns_are_enough_for_the_table() -> None:
+    async with followed() as picker:
+        result = await ask(picker.summary, columns=80)
+    for whole in ("10.0.0.1:8000", "tiny", "confidence", "last batch", "over/under"):
+        assert whole in result.output
+    assert "\u2026" not in result.output
 
 
 async def test_the_command_shows_all_of_one_endpoint_by_address_or_name() -> None:
