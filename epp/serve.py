@@ -173,6 +173,7 @@ class Picker:
         )
         self.edges: list[EdgeServer] = []
         self._draining = False
+        self._told: str | None = None  # the last reason of `not_ready` in the log
 
     async def run(self, started: Callable[[Picker], None] = lambda picker: None) -> None:
         """Serve until SIGTERM or SIGINT. Raises `epp.gateway.edge.AddressError` or OSError if a port cannot be had."""
@@ -294,8 +295,9 @@ class Picker:
 
     def _report_readiness(self) -> None:
         reason = self.not_ready()
-        if (not reason) != self.serving.ready:
+        if reason != self._told:
             log.info("%s", f"not ready: {reason}" if reason else f"ready: {len(self.pool)} endpoints")
+            self._told = reason
         self.serving.set_ready(not reason, reason or "ok")
 
     def _hang_up(self) -> None:

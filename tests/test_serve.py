@@ -145,6 +145,7 @@ async def test_health_is_told_by_name_from_start_to_stop(edge: str, tmp_path: Pa
     async with serve(tmp_path, *args) as picker:
         assert [await picker.status_of(n) for n in names] == [NOT_SERVING] * 3 + [SERVING, None]
         assert await picker.get("/readyz") == (503, "the pool has no endpoint\n")
+        await picker.logged("not ready: the pool has no endpoint")
 
         async with grpc.aio.insecure_channel(picker.health) as channel:
             watch = channel.unary_stream(WATCH_PATH)(health_pb2.HealthCheckRequest().SerializeToString())
@@ -168,7 +169,7 @@ async def test_health_is_told_by_name_from_start_to_stop(edge: str, tmp_path: Pa
 async def test_a_hundred_open_streams_are_finished_and_no_new_one_begins(edge: str, tmp_path: Path) -> None:
     args = ("--endpoint", WORKER, "--edge", edge, "--drain-delay", "0", "--grace", "20")
     async with serve(tmp_path, *args) as picker:
-        await picker.logged(" ready: ")
+        await picker.logged("kvsteer: ready: ")
         streams = [await picker.ask() for _ in range(100)]
         assert {o.header.raw_value for s in streams for o in s.destination.set_headers} >= {WORKER.encode()}
         picker.process.send_signal(signal.SIGTERM)
@@ -184,7 +185,7 @@ async def test_a_hundred_open_streams_are_finished_and_no_new_one_begins(edge: s
 
 async def test_the_admin_port_shows_what_runs(tmp_path: Path) -> None:
     async with serve(tmp_path, "--endpoint", f"{WORKER}=color=blue", "--endpoint", "127.0.0.1:10") as picker:
-        await picker.logged(" ready: ")
+        await picker.logged("kvsteer: ready: ")
         streams = [await picker.ask() for _ in range(4)]
         shown = json.loads((await picker.get("/debug/pool"))[1])
         assert {e["address"]: e["labels"] for e in shown} == {WORKER: {"color": "blue"}, "127.0.0.1:10": {}}

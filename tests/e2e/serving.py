@@ -200,7 +200,7 @@ async def running_picker(directory: Path, listen: str, *args: str) -> AsyncItera
     async def ready() -> bool:
         if process.returncode is not None:
             raise RuntimeError(f"kvsteer serve ended with {process.returncode}:\n{log.read_text()}")
-        return " ready: " in log.read_text()
+        return "kvsteer: ready: " in log.read_text()
 
     try:
         await until(ready, bool, within_s=30)
