@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 COUNTERS = (
     "silent",  # workers that had published nothing and answered no replay after `silent_s`
     "no_source",  # answers of /kv_event_sources that name no publisher, and failures to get one
+    "one_port",  # warnings that the configured port is one for several workers of a host
     "unknown_publisher",  # messages on a bound socket that no endpoint answers to
     "faults",  # of our own
 )
@@ -148,6 +149,18 @@ class Subscriber:
         for endpoint in joined:
             self.holders[endpoint] = self.index.join(endpoint)
             self._links[endpoint] = _Link(self, endpoint)
+        if joined and self.settings.events_port is not None and not self.settings.bind:
+            self._warn_of_one_port()
+
+    def _warn_of_one_port(self) -> None:
+        """Workers of one host and rank cannot all publish on the configured port: some are followed at another's."""
+        places: dict[tuple[str, int], list[str]] = {}
+        for endpoint in self._links:
+            places.setdefault((endpoint.host, endpoint.rank), []).append(endpoint.key)
+        for keys in places.values():
+            if len(keys) > 1:
+                self.counters["one_port"] += 1
+                log.error("KV events: eventsPort is one port for several workers of a host: %s", ", ".join(keys[:8]))
 
     def totals(self) -> Counter[str]:
         """All counters, those of followers and ledgers summed, of endpoints that left as well."""

@@ -436,6 +436,17 @@ async def test_a_worker_that_tells_no_source_is_asked_again_and_named(setup: Set
     await until(lambda: subscriber.totals()["no_source"] > 1 and subscriber.totals()["silent"])
 
 
+async def test_one_configured_port_for_two_workers_of_a_host_is_an_error_in_the_log(
+    setup: Setup, endpoint: Endpoint, caplog: pytest.LogCaptureFixture
+) -> None:
+    subscriber = setup.subscriber(**setup.worker().ports)
+    subscriber.changed([endpoint, Endpoint("127.0.0.9", endpoint.port)], [])
+    assert "one port for several" not in caplog.text
+    subscriber.changed([Endpoint(endpoint.host, endpoint.port + 1)], [])
+    assert f"{endpoint.key}, {endpoint.host}:{endpoint.port + 1}" in caplog.text
+    assert subscriber.counters["one_port"] == 1
+
+
 async def test_a_burst_is_taken_in_slices_between_which_the_loop_turns(setup: Setup, endpoint: Endpoint) -> None:
     worker = setup.worker()
     for n in range(400):
