@@ -64,7 +64,6 @@ BUILT_IN: Mapping[str, str] = {
 _PD = "prefill and decode on different workers are not paired by this version"
 _FLOW = "requests are not queued here"
 _SLO = "latency is estimated by expected-ttft-scorer; there is no trained predictor"
-_TOKENS = "prefix-cache-scorer with approx-prefix-cache-producer works without tokens and events"
 
 ABSENT: Mapping[str, str] = {
     "disagg-profile-handler": _PD,

@@ -139,7 +139,6 @@ class InferenceRequest:
     """Why something about it is done in a lesser way, by fixed names; they go into the decision."""
     media: bool | Callable[[], bool] = False
     """What `multimodal` answers, or how to find out."""
-    priority: int = 0
     headers: Headers = field(default_factory=Headers)
     subset: frozenset[str] | None = None
     body_bytes: int = 0

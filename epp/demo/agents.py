@@ -28,7 +28,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """How one request went. Times in seconds from sending; `worker` as named in the response's `x-served-by`."""
+    """How one request went. `ttft_s` is in seconds from sending, `worker` as named in the response's `x-served-by`."""
 
     session: str
     turn: int
@@ -37,7 +37,6 @@ class Reply:
     prompt_tokens: int
     cached_tokens: int
     ttft_s: float
-    total_s: float
     error: str = ""
 
 
@@ -120,7 +119,6 @@ async def _ask(client: aiohttp.ClientSession, session: Session, number: int, tur
         prompt_tokens=(usage.prompt_tokens if usage else None) or 0,
         cached_tokens=(usage.cached_tokens if usage else None) or 0,
         ttft_s=first - sent if first else 0.0,
-        total_s=time.monotonic() - sent,
         error=error,
     )
 

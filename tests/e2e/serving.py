@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -23,6 +22,7 @@ import aiohttp
 from epp.envoy_options import EndpointsFile, FailureMode, HostPort, Mode, Profile, defaults, parse_picker
 from tests.e2e.backend import Worker, running_worker
 from tests.e2e.envoy import RunningEnvoy, running_envoy, until
+from tests.ports import free_port
 
 DESTINATION = "x-gateway-destination-endpoint"
 
@@ -187,7 +187,7 @@ def _show_metadata(tree: Any) -> None:
 async def running_picker(directory: Path, listen: str, *args: str) -> AsyncIterator[Picker]:
     """`kvsteer serve`, ready; killed at the end if it still runs."""
     log = directory / "picker.log"
-    admin = f"127.0.0.1:{_free_port()}"
+    admin = f"127.0.0.1:{free_port()}"
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "epp.cli", "serve", "--listen", listen, "--health-port", "0", "--admin", admin),
@@ -209,10 +209,3 @@ async def running_picker(directory: Path, listen: str, *args: str) -> AsyncItera
         if process.returncode is None:
             process.kill()
         await process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port

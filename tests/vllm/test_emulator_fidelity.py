@@ -24,7 +24,8 @@ from epp.sim.events import EventEncoder, KVCacheEvent
 from epp.sim.sequence import SamplingParams, Sequence
 from epp.sim.tokenizer import SHIPPED
 from epp.sim.virtual import VirtualClock, VirtualWorker
-from tests.vllm.workers import Fleet, Worker, free_port, vllm_python
+from tests.ports import free_port
+from tests.vllm.workers import Fleet, Worker, vllm_python
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 
+from tests.ports import free_port
 from tests.vllm.following import BLOCK, EVENTS, Proxy, ask, following, new_fleet, requests
-from tests.vllm.workers import Fleet, free_port
+from tests.vllm.workers import Fleet
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -15,6 +14,8 @@ import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.ports import free_port
 
 START_S = 240.0
 """Bound on one start: 12-30 s on an idle machine of two cores."""
@@ -36,12 +37,6 @@ def vllm_python() -> str:
     if not python:
         raise RuntimeError("KVSTEER_VLLM_PYTHON is not set: run these tests with `make test-vllm`")
     return python
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 @dataclass
