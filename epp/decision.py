@@ -78,6 +78,8 @@ class Decision(msgspec.Struct, frozen=True):
     """Stage -> seconds."""
     candidates: tuple[Endpoint, ...] = ()
     """Who was in question before any filter: available, and inside the gateway's subset."""
+    priority: int = 0
+    """Of the request, by the InferenceObjective it named."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-ready values; scores rounded to 6 digits."""
@@ -85,6 +87,7 @@ class Decision(msgspec.Struct, frozen=True):
             "request_id": self.request_id,
             "model": self.model,
             "api": self.api,
+            "priority": self.priority,
             "at": self.at,
             "endpoints": [e.key for e in self.endpoints],
             "estimate": {

@@ -26,7 +26,7 @@ from epp.api.responses import ResponseReader
 from epp.api.rewriting import Renaming, Rewriter, response_rewriter
 from epp.api.splice import include_usage, rewrite_model
 from epp.decision import Decision
-from epp.endpoint import Endpoint, Load, Pool
+from epp.endpoint import Candidates, Endpoint, Load, Pool
 from epp.gateway.errors import Rejection, bad_request, too_many_requests, unavailable
 from epp.gateway.ext_proc_events import ResponseHead, Steering, settable
 from epp.kvcache.tokens import Tokenized, Tokens
@@ -42,6 +42,12 @@ log = logging.getLogger(__name__)
 REQUEST_ID = "x-request-id"
 MODEL_REWRITE = "x-gateway-model-name-rewrite"
 """Request header that names the model to ask the worker for (set by a client or an earlier filter)."""
+
+OBJECTIVE = "x-gateway-inference-objective"
+"""Request header that names the InferenceObjective of a request."""
+SHED_QUEUE, SHED_KV_USAGE, SHED_STALE_S = 5.0, 0.8, 2.0
+"""Where every endpoint is beyond these, requests of negative priority are refused: waiting requests, share of KV blocks
+in use, age of metrics. The defaults of the field's utilization detector."""
 
 MAX_REQUEST_ID = 128
 
@@ -68,6 +74,8 @@ class Options:
     """A second ext_proc filter shows responses (`kvsteer envoy-config --usage`): every request gets a key for it."""
     inject_usage: bool = False
     """Ask streaming workers for usage and hide the event that brings it from clients that did not ask."""
+    ignore_subset: bool = False
+    """Pick among the whole pool whatever the gateway's subset hint says."""
     retry_after_s: float = 1.0
 
 
@@ -89,6 +97,19 @@ class Sharing(Protocol):
     def picked(self, request: InferenceRequest, endpoint: Endpoint) -> int: ...
 
     def ended(self, number: int) -> None: ...
+
+
+class Policy(Protocol):
+    """What a cluster's objects say of requests."""
+
+    @property
+    def rewrites(self) -> bool:
+        """Whether a model may be renamed."""
+
+    def target(self, model: str) -> str:
+        """The model to ask a worker for; "" when nothing says. May be called off the event loop."""
+
+    def priority(self, objective: str) -> int: ...
 
 
 class Flight:
@@ -193,6 +214,7 @@ class Director:
         self.options = options or Options()
         self.rates = TokenRates()
         self.shared: Sharing | None = None
+        self.policy: Policy | None = None
         self.tokens: Tokens | None = None
         """Where token ids come from; None: no model is registered, and prompts are weighed by their bytes."""
         self._wall = wall
@@ -203,16 +225,21 @@ class Director:
 
     def must_read(self, head: RequestHead) -> bool:
         """Whether a request cannot go out unread: its model may have to be rewritten."""
-        return bool(self.options.model_rewrites) or MODEL_REWRITE in head.headers
+        by_policy = self.policy is not None and self.policy.rewrites
+        return by_policy or bool(self.options.model_rewrites) or MODEL_REWRITE in head.headers
 
     def read(self, head: RequestHead, body: bytes) -> InferenceRequest:
         """Read a request; may be called off the event loop. Raises BadRequest."""
         request = parse_request(head, body, _request_id(head))
         if request.model:
-            target = head.headers.get(MODEL_REWRITE) or self.options.model_rewrites.get(request.model, "")
-            request.target_model = target or request.model
+            request.target_model = self._target(request.model, head.headers)
         self.rates.estimate(request)
         return request
+
+    def _target(self, model: str, headers: Headers) -> str:
+        """The model to ask for: an InferenceModelRewrite beats the header, which beats `--model-rewrite`."""
+        by_policy = self.policy.target(model) if self.policy is not None else ""
+        return by_policy or headers.get(MODEL_REWRITE) or self.options.model_rewrites.get(model, "") or model
 
     def tokenised(self, request: InferenceRequest, found: Tokenized | BaseException) -> None:
         """Token ids of a request were found, or why there are none."""
@@ -274,11 +301,20 @@ class Director:
         `reason`: why the decision is a lesser one; goes into it.
         """
         scheduler = self.scheduler()
+        if self.options.ignore_subset:
+            request.subset = None
+        candidates = self.pool.candidates(now, request.subset)
+        if self.policy is not None and OBJECTIVE in request.headers:
+            request.priority = self.policy.priority(request.headers.get(OBJECTIVE))
+            if request.priority < 0 and len(candidates) and not _has_room(candidates):
+                return self._shed()
         try:
-            decision = scheduler.schedule(request, self.pool.candidates(now, request.subset), at=self._wall())
+            decision = scheduler.schedule(request, candidates, at=self._wall())
         except Unschedulable as left:
             return self._unschedulable(request, left)
         self.metrics.attempts["success"] += 1
+        if request.priority:
+            decision = msgspec.structs.replace(decision, priority=request.priority)
         alone = self.shared.reason if self.shared is not None else ""
         if reason or alone:
             why = tuple(filter(None, (reason, alone)))
@@ -302,6 +338,12 @@ class Director:
             flight.key = key
             self._observable[key] = flight
         return steering, flight
+
+    def _shed(self) -> Rejection:
+        self.metrics.attempts["failure"] += 1
+        self.metrics.reasons["shed"] += 1
+        message = "every endpoint is saturated, and the request's priority is below 0"
+        return too_many_requests("rejected-saturated", message, retry_after_s=self.options.retry_after_s)
 
     def _unschedulable(self, request: InferenceRequest, left: Unschedulable) -> Rejection:
         self.decisions.decided(left.decision)
@@ -548,3 +590,7 @@ def _is_untouchable(request: InferenceRequest) -> bool:
 
 def _request_id(head: RequestHead) -> str:
     return head.headers.get(REQUEST_ID)[:MAX_REQUEST_ID] or str(uuid4())
+
+
+def _has_room(candidates: Candidates) -> bool:
+    return bool(candidates.unsaturated(SHED_QUEUE, SHED_KV_USAGE, SHED_STALE_S).any())

@@ -76,6 +76,7 @@ class Endpoint:
         "row",
         "scrape_epoch",
         "seen_epoch",
+        "uid",
         "unseen",
         "unseen_before_scrape",
     )
@@ -90,11 +91,14 @@ class Endpoint:
         rank: int = 0,
         ranks: int = 1,
         engine: str = "auto",
+        uid: str = "",
     ) -> None:
         self.host = host
         self.port = port
         self.address, self.key = address_and_key(host, port, rank, ranks)
         self.name = name or self.key
+        self.uid = uid
+        """What tells it from an earlier worker of this name and address, where its source knows."""
         self.labels: Mapping[str, str] = dict(labels or {})
         self.rank = rank
         """Its data-parallel rank: among the ports of its host, or behind its port."""
@@ -382,6 +386,15 @@ class Candidates:
         """
         mask: Mask = self.column("scraped_at") >= self.now - max_age_s
         return mask if mask.any() else np.ones(len(self), dtype=np.bool_)
+
+    def unsaturated(self, waiting: float, kv_usage: float, max_age_s: float) -> Mask:
+        """True below both thresholds by fresh metrics, as the field's utilization detector has it.
+
+        The queue is the one scraped plus the requests sent since. What is unknown counts as saturated.
+        """
+        queue = self.column("waiting") + self.column("unseen")
+        mask: Mask = self.fresh(max_age_s) & (queue < waiting) & (self.column("kv_usage") < kv_usage)
+        return mask
 
     def ramp(self, duration_s: float) -> Floats:
         """Slow start: from 0 for an endpoint that joined or came back now to 1 after `duration_s` seconds, linear."""

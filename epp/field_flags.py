@@ -128,8 +128,10 @@ def _duration(option: str) -> Callable[[str], Sequence[str]]:
     return arguments
 
 
-def _as_it_is(option: str) -> Callable[[str], Sequence[str]]:
-    return lambda value: (option, value)
+def _scheme(value: str) -> Sequence[str]:
+    if value not in ("http", "https"):
+        raise ValueError("is neither http nor https")
+    return ("--scrape-scheme", value)
 
 
 def _verbosity(value: str) -> Sequence[str]:
@@ -151,25 +153,21 @@ FLAGS: Mapping[str, Flag] = {
     "metrics-port": Value(_everywhere("--admin"), "`--admin :PORT`"),
     "secure-serving": Switch(("--secure-serving",), ("--no-secure-serving",), "the same"),
     "enable-cert-reload": Switch((), (), "always on", note_off="certificate files are always read again on change"),
-    "ha-enable-leader-election": Switch(
-        ("--ha-enable-leader-election",), ("--no-ha-enable-leader-election",), "the same"
-    ),
+    "ha-enable-leader-election": Switch(("--leader-election",), ("--no-leader-election",), "`--leader-election`"),
     "metrics-endpoint-auth": Switch(("--metrics-endpoint-auth",), ("--no-metrics-endpoint-auth",), "the same"),
-    "disable-endpoint-subset-filter": Switch(
-        ("--disable-endpoint-subset-filter",), ("--no-disable-endpoint-subset-filter",), "the same"
-    ),
+    "disable-endpoint-subset-filter": Switch(("--ignore-subset",), ("--no-ignore-subset",), "`--ignore-subset`"),
     "refresh-metrics-interval": Value(_duration("--scrape-interval"), "`--scrape-interval SECONDS`"),
-    "metrics-staleness-threshold": Value(
-        _duration("--metrics-staleness-threshold"), "the same; also Go's durations such as `2s`"
+    "metrics-staleness-threshold": NotApplicable(
+        "how old metrics may be is a parameter of the plugins that read them (metricsStalenessThreshold)"
     ),
-    "model-server-metrics-scheme": Value(_as_it_is("--model-server-metrics-scheme"), "the same"),
-    "model-server-metrics-path": Value(_as_it_is("--model-server-metrics-path"), "the same"),
-    "model-server-metrics-port": Value(_as_it_is("--model-server-metrics-port"), "the same"),
+    "model-server-metrics-scheme": Value(_scheme, "`--scrape-scheme http` or `https`"),
     "model-server-metrics-https-insecure-skip-verify": Switch(
-        ("--model-server-metrics-https-insecure-skip-verify",),
-        ("--no-model-server-metrics-https-insecure-skip-verify",),
-        "the same",
+        ("--no-scrape-verify",), ("--scrape-verify",), "`--no-scrape-verify`, `--scrape-verify`"
     ),
+    "model-server-metrics-path": NotApplicable(
+        "the path follows from the engine: the pod's label llm-d.ai/engine-type, or what answers"
+    ),
+    "model-server-metrics-port": NotApplicable("metrics are read where requests are sent"),
     "v": Value(_verbosity, "`-v` from 3, `-vv` from 4"),
     "health-checking": NotApplicable("health is always served, on --health-port and beside ext_proc", boolean=True),
     "tracing": NotApplicable(

@@ -127,6 +127,8 @@ class InferenceRequest:
     bytes_per_token: float = BYTES_PER_TOKEN
     """What `prompt_tokens` was estimated with, unless it is exact; learned per model by the director."""
     max_tokens: int | None = None
+    priority: int = 0
+    """How much it matters, by the InferenceObjective it names; below 0 it may be shed."""
     base_model: str = ""
     """The registered base model behind `target_model`; "" where no model is registered."""
     adapter: str = ""

@@ -24,6 +24,7 @@ from aiohttp import web
 from epp.config import PickerConfig, load, load_default, read
 from epp.director import Director, Options
 from epp.discovery.envoy_file import EnvoyFile
+from epp.discovery.kubernetes.cluster import Cluster, ClusterSettings
 from epp.discovery.membership import Discovery, Membership
 from epp.endpoint import Endpoint, Pool
 from epp.exchange import Exchange, Patience, Timer
@@ -40,10 +41,13 @@ from epp.guard import Limits as PluginLimits
 from epp.knowledge import Knowledge
 from epp.kvcache.tokens import Tokens
 from epp.observe import admin, caches
+from epp.observe.authentication import Authenticator, middleware
 from epp.observe.decision_log import DecisionLog, LogFile
 from epp.observe.metrics import Metrics
 from epp.reload import ConfigWatcher, announce
 from epp.scheduler import Scheduler
+from epp.shared.election import Candidate, identity
+from epp.shared.lease import Election
 from epp.shared.redis_stream import StreamSettings
 from epp.shared.service import SharedService
 from epp.signals.health import Health
@@ -88,6 +92,8 @@ class Settings:
     plugin_limits: PluginLimits = field(default_factory=PluginLimits)
     grace_s: float = 30.0
     pool_name: str = "default"
+    cluster: ClusterSettings | None = None
+    """What is followed of a Kubernetes cluster; None: nothing."""
     seed: int | None = None
 
 
@@ -137,6 +143,8 @@ class Picker:
         random = Random(settings.seed)
         # Sources of their own: how often endpoints are scraped must not change what a seed picks.
         scrape_random, other_random = Random(random.random()), Random(random.random())
+        self.cluster = Cluster(settings.cluster, other_random) if settings.cluster is not None else None
+        self.candidate = self._candidate()
         self.pool = Pool()
         config = load_config(settings)
         self.scheduler = Scheduler(config, random=random, limits=settings.plugin_limits)
@@ -159,6 +167,8 @@ class Picker:
             wall=time.time,
             options=settings.options,
         )
+        if self.cluster is not None:
+            self.director.policy = self.cluster.policy
         self.knowledge = Knowledge(self.pool, self._tokens_replaced)
         self.membership.listeners.append(self.knowledge.changed)
         self.shared = SharedService(
@@ -229,20 +239,29 @@ class Picker:
             pool=self.pool,
             index=lambda: caches.summary(self.knowledge, self.pool),
         )
-        runner = web.AppRunner(admin.application(sources), access_log=None)
+        guards = []
+        if self.cluster is not None and self.cluster.settings.metrics_authentication:
+            guards.append(middleware(Authenticator(self.cluster.client, time.monotonic)))
+        runner = web.AppRunner(admin.application(sources, guards), access_log=None)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         for _, sock in open_sockets((listen,)):
             await web.SockSite(runner, sock).start()
 
     async def _watch(self, stack: AsyncExitStack) -> None:
+        if self.cluster is not None:
+            stack.push_async_callback(self.cluster.stop)
         stack.push_async_callback(self.scraper.stop)
         stack.push_async_callback(self.membership.stop)
         if self.envoy_file is not None:
             self.envoy_file.create()
         stack.push_async_callback(self.shared.stop)
         self.shared.start()
-        await self.membership.start(self.settings.sources())
+        await self.membership.start([*self.settings.sources(), *(self.cluster.sources if self.cluster else ())])
+        if self.cluster is not None:
+            self.cluster.start()
+        if self.candidate is not None:
+            self.candidate.start()
         tasks = [asyncio.create_task(self._tick())]
         if self.watcher is not None:
             tasks.append(asyncio.create_task(self.watcher.run()))
@@ -269,6 +288,10 @@ class Picker:
         sources["kv_events"] = lambda: caches.event_counters(self.knowledge)
         self.metrics.families.append(lambda: caches.families(self.knowledge))
         self.metrics.texts.append(lambda: caches.by_endpoint(self.knowledge, self.pool, self.settings.pool_name))
+        if (cluster := self.cluster) is not None:
+            sources["cluster"] = lambda: cluster.counters
+        if (candidate := self.candidate) is not None:
+            sources["lease"] = lambda: candidate.counters
         if (watcher := self.watcher) is not None:
             sources["config"] = lambda: {"taken": watcher.taken, "refused": watcher.refused}
 
@@ -276,13 +299,22 @@ class Picker:
         """Why the picker should get no requests; empty when it should."""
         if self._draining:
             return "draining"
+        trouble = self.membership.trouble
         if not self.membership.synced:
-            return "discovery has not answered yet"
+            return trouble or "discovery has not answered yet"
         if not len(self.pool):
-            return "the pool has no endpoint"
+            return f"the pool has no endpoint{trouble and f': {trouble}'}"
         if not any(e.available for e in self.pool.endpoints):
             return "no endpoint of the pool is healthy"
-        return ""
+        return self.candidate.not_leading if self.candidate is not None else ""
+
+    def _candidate(self) -> Candidate | None:
+        """This replica's part in the election, where one is held."""
+        cluster = self.cluster
+        if cluster is None or not cluster.settings.elect_leader:
+            return None
+        name = f"epp-{cluster.namespace}-{cluster.settings.title}.llm-d.ai"
+        return Candidate(cluster.client, cluster.namespace, name, Election(identity()))
 
     async def _tick(self) -> None:
         while True:
@@ -310,6 +342,9 @@ class Picker:
         grace = self.settings.grace_s
         self._draining = True
         self._report_readiness()
+        if self.candidate is not None:
+            # At once: whoever stands by may take over while health checks see that this one leaves.
+            await self.candidate.stop()
         await asyncio.sleep(self.settings.drain_delay_s)
         log.info("stopping: %d requests run, %.0f s grace", _running(self.pool), grace)
         await asyncio.gather(*(edge.drain(grace) for edge in self.edges))

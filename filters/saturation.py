@@ -31,11 +31,8 @@ class UtilizationDetector(Filter[UtilizationParameters]):
     def filter(self, request: InferenceRequest, candidates: Candidates) -> Mask:
         p = self.parameters
         room = 1.0 + p.headroom
-        waiting = candidates.column("waiting") + candidates.column("unseen")
-        keep: Mask = (
-            candidates.fresh(p.metrics_staleness_threshold)
-            & (waiting < p.queue_depth_threshold * room)
-            & (candidates.column("kv_usage") < p.kv_cache_util_threshold * room)
+        keep = candidates.unsaturated(
+            p.queue_depth_threshold * room, p.kv_cache_util_threshold * room, p.metrics_staleness_threshold
         )
         return keep if keep.any() else np.ones(len(candidates), dtype=np.bool_)
 

@@ -10,13 +10,17 @@ from pathlib import Path
 
 import click
 
+from epp.cluster_options import cluster_options
 from epp.config import ConfigError
 from epp.director import Options
 from epp.discovery.dns import DnsDiscovery
 from epp.discovery.file import EndpointFileError, FileDiscovery
+from epp.discovery.kubernetes.cluster import ClusterSettings
+from epp.discovery.kubernetes.credentials import AccessError
 from epp.discovery.membership import Discovery
 from epp.discovery.static import StaticDiscovery
 from epp.exchange import Patience
+from epp.field_flags import FieldFlagError, translate
 from epp.gateway.edge import EdgeName
 from epp.gateway.ext_proc_events import Limits
 from epp.gateway.listen import AddressError
@@ -33,7 +37,24 @@ SECONDS = seconds()
 POSITIVE_SECONDS = seconds(0.01)
 
 
-@click.command(name="serve", short_help="Run the picker: answer Envoy until SIGTERM.")
+class ServeCommand(click.Command):
+    """Takes the Go pickers' flags too."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {name.lstrip("-") for p in self.params for name in (*p.opts, *p.secondary_opts)}
+        try:
+            translated = translate(args, own)
+        except FieldFlagError as error:
+            raise click.UsageError(str(error), ctx) from None
+        ctx.meta[NOTES] = translated.notes
+        return super().parse_args(ctx, translated.arguments)
+
+
+NOTES = "kvsteer.notes"
+"""Key of `Context.meta`: what to say of flags that have no meaning here."""
+
+
+@click.command(name="serve", cls=ServeCommand, short_help="Run the picker: answer Envoy until SIGTERM.")
 @click.option(
     "--endpoint",
     "endpoints",
@@ -61,22 +82,19 @@ POSITIVE_SECONDS = seconds(0.01)
 @click.option(
     "--listen",
     multiple=True,
-    default=("127.0.0.1:9002",),
-    show_default=True,
-    help="Where ext_proc is served: host:port, [v6]:port, :port (all interfaces) or unix:/path. Repeatable.",
+    help="Where ext_proc is served: host:port, [v6]:port, :port (all interfaces) or unix:/path. Repeatable."
+    "  [default: 127.0.0.1:9002; with a pool from a cluster :9002]",
 )
 @click.option(
     "--health-port",
-    default="127.0.0.1:9003",
-    show_default=True,
-    help="[host:]port where only grpc.health.v1 is served, without TLS; 0 = off.",
+    help="[host:]port where only grpc.health.v1 is served, without TLS; :port is all interfaces, 0 = off."
+    "  [default: 127.0.0.1:9003; with a pool from a cluster :9003]",
 )
 @click.option(
     "--admin",
     "--metrics-port",
-    default="127.0.0.1:9090",
-    show_default=True,
-    help="[host:]port of /metrics, /readyz and /debug; 0 = off.",
+    help="[host:]port of /metrics, /readyz and /debug; :port is all interfaces, 0 = off."
+    "  [default: 127.0.0.1:9090; with a pool from a cluster :9090]",
 )
 @click.option(
     "--edge",
@@ -88,7 +106,8 @@ POSITIVE_SECONDS = seconds(0.01)
 @click.option(
     "--secure-serving/--no-secure-serving",
     default=None,
-    help="TLS on --listen, self-signed unless --cert-path is given.  [default: on with --cert-path, else off]",
+    help="TLS on --listen, self-signed unless --cert-path is given.  [default: on with --cert-path or a pool from a "
+    "cluster, else off]",
 )
 @click.option(
     "--cert-path", type=click.Path(path_type=Path), help="Directory of tls.crt and tls.key, read again on change."
@@ -102,6 +121,19 @@ POSITIVE_SECONDS = seconds(0.01)
 )
 @click.option(
     "--scrape-timeout", type=POSITIVE_SECONDS, default=1.0, show_default=True, help="Seconds one reading may take."
+)
+@click.option(
+    "--scrape-scheme",
+    type=click.Choice(["http", "https"]),
+    default="http",
+    show_default=True,
+    help="How workers' metrics are asked for.",
+)
+@click.option(
+    "--scrape-verify/--no-scrape-verify",
+    default=False,
+    show_default=True,
+    help="With https, check the workers' certificates.",
 )
 @click.option(
     "--max-request-bytes",
@@ -175,7 +207,13 @@ POSITIVE_SECONDS = seconds(0.01)
 @click.option(
     "--grace", type=SECONDS, default=30.0, show_default=True, help="Seconds running requests get at shutdown."
 )
-@click.option("--pool-name", default="default", show_default=True, help="The pool's name in metrics.")
+@click.option(
+    "--ignore-subset/--no-ignore-subset",
+    default=False,
+    show_default=True,
+    help="Pick among the whole pool, whatever the gateway's subset hint says.",
+)
+@cluster_options
 @click.option("--seed", type=int, help="Seed of every random choice, for repeatable runs.")
 @click.option("-v", "--verbose", count=True, help="More log lines; twice for debugging.")
 def command(
@@ -187,13 +225,15 @@ def command(
     config_file: Path | None,
     config_text: str,
     listen: tuple[str, ...],
-    health_port: str,
-    admin: str,
+    health_port: str | None,
+    admin: str | None,
     edge: EdgeName,
     secure_serving: bool | None,
     cert_path: Path | None,
     scrape_interval: float,
     scrape_timeout: float,
+    scrape_scheme: str,
+    scrape_verify: bool,
     max_request_bytes: int,
     decision_deadline: float,
     model_rewrite: tuple[str, ...],
@@ -206,21 +246,30 @@ def command(
     drain_delay: float,
     plugin_time_limit: float,
     grace: float,
-    pool_name: str,
+    ignore_subset: bool,
+    cluster: ClusterSettings | None,
     seed: int | None,
     verbose: int,
 ) -> None:
     """Run the picker: answer Envoy's ext_proc streams until SIGTERM.
 
-    Workers come from --endpoint, --endpoints-file and --dns, together. SIGHUP reads the configuration file again. A
-    second SIGTERM or Ctrl-C does not wait for running requests.
+    Workers come from --endpoint, --endpoints-file, --dns and the cluster (--pool-name, --endpoint-selector,
+    --endpoint-slices), together. SIGHUP reads the configuration file again. A second SIGTERM or Ctrl-C does not wait
+    for running requests. The flags of llm-d's picker are taken too (docs/migrate.md).
 
     \b
       kvsteer serve --endpoint 127.0.0.1:8101 --endpoint 127.0.0.1:8102
+      kvsteer serve --pool-name my-pool --pool-namespace models
     """
     _log_to_stderr(verbose)
-    if not (endpoints or endpoints_file or dns):
-        raise click.UsageError("no workers: give --endpoint IP:PORT, --endpoints-file FILE or --dns NAME:PORT")
+    for note in click.get_current_context().meta.get(NOTES, ()):
+        logging.getLogger("kvsteer").warning("%s", note)
+    if not (endpoints or endpoints_file or dns or cluster):
+        raise click.UsageError(
+            "no workers: give --endpoint IP:PORT, --endpoints-file FILE, --dns NAME:PORT or --pool-name NAME"
+        )
+    in_pool = cluster is not None and cluster.steers_a_pool
+    here = "" if in_pool else "127.0.0.1"
     if config_file and config_text:
         raise click.UsageError("--config-file and --config-text exclude each other")
     if edge == "grpcio":
@@ -229,19 +278,24 @@ def command(
         sources = _sources(endpoints, endpoints_file, dns)
         settings = Settings(
             sources=lambda: sources,
-            listen=listen,
-            health_listen=_host_port("--health-port", health_port),
-            admin_listen=_host_port("--admin", admin),
+            listen=listen or (f"{here}:9002",),
+            health_listen=_host_port("--health-port", health_port or f"{here}:9003"),
+            admin_listen=_host_port("--admin", admin or f"{here}:9090"),
             envoy_endpoints=envoy_endpoints,
             config_file=config_file,
             config_text=config_text,
             edge=edge,
-            tls=_tls(secure_serving, cert_path),
-            scrape=ScrapeSettings(interval_s=scrape_interval, timeout_s=scrape_timeout),
+            tls=_tls(in_pool if secure_serving is None and cert_path is None else secure_serving, cert_path),
+            scrape=ScrapeSettings(
+                interval_s=scrape_interval, timeout_s=scrape_timeout, scheme=scrape_scheme, verify=scrape_verify
+            ),
             limits=Limits(max_request_bytes=max_request_bytes),
             patience=Patience(deadline_s=decision_deadline),
             options=Options(
-                model_rewrites=_rewrites(model_rewrite), inject_usage=inject_usage, observe_responses=observe_responses
+                model_rewrites=_rewrites(model_rewrite),
+                inject_usage=inject_usage,
+                observe_responses=observe_responses,
+                ignore_subset=ignore_subset,
             ),
             decision_log=LogFile(decision_log, sample=decision_log_sample) if decision_log else None,
             shared_state=parse_url(shared_state) if shared_state else None,
@@ -249,7 +303,8 @@ def command(
             drain_delay_s=drain_delay,
             plugin_limits=PluginLimits(time_limit_s=plugin_time_limit),
             grace_s=grace,
-            pool_name=pool_name,
+            pool_name=cluster.title if cluster is not None else "default",
+            cluster=cluster,
             seed=seed,
         )
         _run(settings)
@@ -258,7 +313,7 @@ def command(
         sys.exit(2)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    except (AddressError, RedisMissing, TlsError) as error:
+    except (AccessError, AddressError, RedisMissing, TlsError) as error:
         raise click.ClickException(str(error)) from error
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -312,13 +367,13 @@ def _rewrites(pairs: Sequence[str]) -> dict[str, str]:
 
 
 def _host_port(option: str, text: str) -> str:
-    """`host:port` from [host:]port, on loopback by default; empty when the port is off."""
-    host, _, port = text.rpartition(":")
+    """`host:port` from [host:]port, on loopback by default, on all interfaces with `:port`; empty: the port is off."""
+    host, colon, port = text.rpartition(":")
     if text == "0":
         return ""
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
         raise click.UsageError(f"{option} {text!r}: write PORT or HOST:PORT")
-    return f"{host or '127.0.0.1'}:{port}"
+    return f"{host if colon else '127.0.0.1'}:{port}"
 
 
 def _need_grpcio() -> None:

@@ -82,6 +82,7 @@ class DnsDiscovery:
         self.target = parse_dns(target)
         self.name = f"dns {self.target.query}"
         self.synced = False
+        self.trouble = ""
         self.counters = Counter({"dns_answers": 0, "dns_failures": 0})
         self._last: dict[tuple[str, str], list[str]] = {}
         self._min_ttl_s = min_ttl_s
@@ -112,6 +113,7 @@ class DnsDiscovery:
             except Exception as error:
                 failures += 1
                 self.counters["dns_failures"] += 1
+                self.trouble = f"{self.target.query} cannot be resolved"
                 if failures == 1:
                     log.warning("%s cannot be resolved, the endpoints known before stay: %s", self.name, error)
                 wait_s = min(self._min_ttl_s * 2.0 ** min(failures - 1, 10), self._max_ttl_s)
@@ -119,6 +121,7 @@ class DnsDiscovery:
                 if failures:
                     log.info("%s is resolved again", self.name)
                 failures = 0
+                self.trouble = ""
                 self.counters["dns_answers"] += 1
                 self.synced = True
                 wait_s = min(max(ttl_s, self._min_ttl_s), self._max_ttl_s)

@@ -46,6 +46,7 @@ class FileDiscovery:
         self.path = Path(path)
         self.name = f"file {path}"
         self.synced = False
+        self.trouble = ""
         self.counters = Counter({"file_loaded": 0, "file_refused": 0})
         self._poll_s = poll_s
         self._task: asyncio.Task[None] | None = None
@@ -77,8 +78,10 @@ class FileDiscovery:
                 publish(specs)
             except Exception as error:
                 self.counters["file_refused"] += 1
+                self.trouble = f"{self.path} is refused"
                 log.error("the endpoint file is refused, the endpoints known before stay: %s", error)
             else:
+                self.trouble = ""
                 self.counters["file_loaded"] += 1
 
 

@@ -3,7 +3,8 @@
 In: each source publishes the whole set of endpoints it knows, whenever that changed. Out: `Pool.update`, and listeners
 told which endpoint objects joined and left. An endpoint that is still named by some source, at the same address and
 rank and under the same name, stays the same object: its counts and history survive a reload, and new labels are put on
-it where it is. Another name at the same address is another worker: a new object.
+it where it is. Another name (or, where a source tells one, another UID) at the same address is another worker: a new
+object.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ class EndpointSpec:
     rank: int = 0
     ranks: int = 1
     """Data-parallel ranks behind the port; each is an endpoint with a spec of its own."""
+    uid: str = ""
+    """What tells it from an earlier one of the same name and address; "" where nothing does."""
 
 
 Publish = Callable[[Sequence[EndpointSpec]], None]
@@ -48,10 +51,18 @@ class Discovery(Protocol):
 
     name: str
     """Unique among the sources of one pool; names it in logs."""
-    synced: bool
-    """It has published a complete answer once: before that the picker is not ready."""
-    counters: Counter[str]
-    """Named with the kind of source in front: sources of one kind are added up."""
+
+    @property
+    def synced(self) -> bool:
+        """It has published a complete answer once: before that the picker is not ready."""
+
+    @property
+    def counters(self) -> Counter[str]:
+        """Named with the kind of source in front: sources of one kind are added up."""
+
+    @property
+    def trouble(self) -> str:
+        """Why it knows less than it should, for whoever wonders why the picker is not ready; "" when it does not."""
 
     async def start(self, publish: Publish) -> None:
         """Begin to publish; returns at once, reports later troubles by log and counter."""
@@ -75,6 +86,11 @@ class Membership:
     def synced(self) -> bool:
         """Every source has answered."""
         return bool(self._sources) and all(source.synced for source in self._sources)
+
+    @property
+    def trouble(self) -> str:
+        """What keeps the sources from knowing more; empty when nothing does."""
+        return "; ".join(source.trouble for source in self._sources if source.trouble)
 
     @property
     def counters(self) -> Counter[str]:
@@ -112,7 +128,7 @@ class Membership:
         left: list[Endpoint] = []
         for endpoint in self.pool.endpoints:
             spec_now = wanted.get(endpoint.key)
-            if spec_now is None or (spec_now.name or endpoint.key) != endpoint.name:
+            if spec_now is None or _identity(spec_now, endpoint.key) != (endpoint.name, endpoint.uid):
                 left.append(endpoint)
             else:
                 del wanted[endpoint.key]
@@ -127,6 +143,7 @@ class Membership:
                     rank=spec.rank,
                     ranks=spec.ranks,
                     engine=_engine(spec.labels, "auto"),
+                    uid=spec.uid,
                 )
             )
         slow_start = self.synced
@@ -152,6 +169,10 @@ class Membership:
         log.info("%s: %d endpoints joined, %d left, %d in the pool", source, len(joined), len(left), len(self.pool))
         for listener in self.listeners:
             listener(joined, left)
+
+
+def _identity(spec: EndpointSpec, key: str) -> tuple[str, str]:
+    return spec.name or key, spec.uid
 
 
 def parse_host(text: str) -> str:

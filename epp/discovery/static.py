@@ -20,6 +20,7 @@ class StaticDiscovery:
     """Publishes a fixed list once."""
 
     name = "static"
+    trouble = ""
 
     def __init__(self, endpoints: Iterable[str]) -> None:
         """Raises ValueError, naming the argument, for one that cannot be read or an address given twice."""

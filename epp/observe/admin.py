@@ -34,8 +34,8 @@ class Sources:
     """What is known of the workers' caches (`epp.observe.caches`)."""
 
 
-def application(sources: Sources) -> web.Application:
-    """Build the application; every handler answers from memory."""
+def application(sources: Sources, guards: Iterable[Any] = ()) -> web.Application:
+    """Build the application; every handler answers from memory. `guards`: middlewares that every request passes."""
 
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(
@@ -65,7 +65,7 @@ def application(sources: Sources) -> web.Application:
     async def index(_: web.Request) -> web.Response:
         return web.Response(text="/metrics /healthz /readyz /debug/decisions?limit=&id= /debug/pool /debug/index\n")
 
-    app = web.Application()
+    app = web.Application(middlewares=tuple(guards))
     app.add_routes(
         [
             web.get("/", index),

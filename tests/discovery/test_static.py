@@ -19,6 +19,7 @@ class Source:
     def __init__(self, name: str = "hand", synced: bool = True) -> None:
         self.name = name
         self.synced = synced
+        self.trouble = ""
         self.counters: Counter[str] = Counter()
 
     async def start(self, publish: Publish) -> None:
