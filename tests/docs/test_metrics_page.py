@@ -9,6 +9,7 @@ from pathlib import Path
 from epp.config import default_text
 from epp.discovery.dns import DnsDiscovery
 from epp.discovery.file import FileDiscovery
+from epp.discovery.kubernetes.cluster import ClusterSettings
 from epp.observe.decision_log import LogFile
 from epp.serve import Picker, Settings
 from epp.shared.redis_stream import parse_url
@@ -18,6 +19,11 @@ from tests.docs.pages import PAGES
 METRICS = next(page for page in PAGES if page.path.name == "metrics.md")
 
 PRECISE = '- {type: precise-prefix-cache-producer, parameters: {bind: "tcp://127.0.0.1:*"}}\n'
+KUBECONFIG = """
+current-context: c
+contexts: [{name: c, context: {cluster: c}}]
+clusters: [{name: c, cluster: {server: "http://127.0.0.1:9"}}]
+"""
 HOSTS = "endpoints: [{address: 127.0.0.1, ports: 1}]"
 
 
@@ -27,6 +33,7 @@ async def exposed(folder: Path) -> dict[str, str]:
         default_text().replace("plugins:\n", f"models: [{{name: tiny, path: {SHIPPED}}}]\nplugins:\n{PRECISE}", 1)
     )
     (folder / "hosts.yaml").write_text(HOSTS)
+    (folder / "kubeconfig").write_text(KUBECONFIG)
     settings = Settings(
         sources=lambda: [FileDiscovery(folder / "hosts.yaml")],
         listen=("127.0.0.1:0",),
@@ -37,6 +44,7 @@ async def exposed(folder: Path) -> dict[str, str]:
         envoy_endpoints=folder / "endpoints.yaml",
         shared_state=parse_url("redis://127.0.0.1:1/0"),
         state_file=folder / "state",
+        cluster=ClusterSettings(pool="pool", kubeconfig=folder / "kubeconfig", elect_leader=True),
     )
     picker = Picker(settings)
     started = asyncio.Event()
