@@ -249,7 +249,7 @@ class _Kubeconfig:
             return FixedToken(str(user["token"]))
         if user.get("tokenFile"):
             return FileToken(self._path(user["tokenFile"]))
-        if user.get("exec"):
+        if user.get("exec") is not None:
             entry = _mapping(user["exec"], "the user's exec")
             command = str(entry.get("command") or "")
             if not command:
