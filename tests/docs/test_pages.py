@@ -10,6 +10,7 @@ import click
 import pytest
 
 from epp.cli import main
+from epp.field_flags import FLAGS
 from tests.docs.pages import PAGES, ROOT, Page
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=[str(page.path) for page in PAGES])
@@ -69,6 +70,7 @@ def test_every_command_of_a_page_can_be_given_as_written(page: Page) -> None:
 @each_page
 def test_every_flag_of_a_page_exists(page: Page) -> None:
     ours = set().union(*(options(name) for name in main.list_commands(click.Context(main))))
+    ours |= {f"--{name}" for name in FLAGS}
     named = {flag for code in page.code() for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", code)}
     assert named - ours - FOREIGN.keys() == set()
 
@@ -104,3 +106,8 @@ def test_every_page_of_the_documentation_is_in_its_index() -> None:
     (index,) = (page for page in PAGES if page.path.parts == ("docs", "README.md"))
     named = {(ROOT / "docs" / link.partition("#")[0]).resolve() for link in index.links()}
     assert {(ROOT / page.path).resolve() for page in PAGES} - named == {(ROOT / index.path).resolve()}
+
+
+def test_the_page_on_migrating_has_every_flag_of_the_go_pickers() -> None:
+    (page,) = (page for page in PAGES if page.path.name == "migrate.md")
+    assert {f"--{name}" for name in FLAGS} - set(page.code()) == set()
