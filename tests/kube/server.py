@@ -51,6 +51,7 @@ class Api:
         self.port = 0
         self._changed = asyncio.Event()
         self._watches: set[asyncio.Task[Any]] = set()
+        self._ended = 0
         self._kubelet: set[asyncio.Task[None]] = set()
         self._runner: web.AppRunner | None = None
         self._tls: ssl.SSLContext | None = None
@@ -109,6 +110,11 @@ class Api:
         """Break the connection of every watch."""
         for task in list(self._watches):
             task.cancel()
+
+    def end_watches(self) -> None:
+        """End every watch properly, as a server does that goes down by plan."""
+        self._ended += 1
+        self._wake()
 
     def _wake(self) -> None:
         self._changed.set()
@@ -308,7 +314,8 @@ class Api:
         until = loop.time() + min(asked_s, self.faults.watch_limit_s)
         bookmarks = request.query.get("allowWatchBookmarks") in ("1", "true")
         bookmark_at = loop.time() + self.faults.bookmark_s
-        while (now := loop.time()) < until:
+        ended = self._ended
+        while (now := loop.time()) < until and ended == self._ended:
             changed = self._changed
             if not self.faults.mute:
                 if self.store.version < version:

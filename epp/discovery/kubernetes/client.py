@@ -132,8 +132,8 @@ class ApiClient:
                     page = {"limit": str(action.limit), "continue": action.continue_token}
                     machine.listed(await self.request("GET", collection.path, query=collection.query(**page)), clock())
                 else:
-                    await self._watch(collection, action, machine, tell)
-                    machine.watch_ended(clock())
+                    properly = await self._watch(collection, action, machine, tell)
+                    machine.watch_ended(clock(), properly=properly)
             except ApiError as error:
                 machine.failed(error.status, clock(), retry_after_s=error.retry_after_s)
             except AccessError as error:
@@ -143,7 +143,8 @@ class ApiClient:
 
     async def _watch(
         self, collection: Collection, action: Watch, machine: ListWatch[T], tell: Callable[[], None]
-    ) -> None:
+    ) -> bool:
+        """One watch, to its end; whether the server ended it properly."""
         query = collection.query(
             watch="true",
             allowWatchBookmarks="true",
@@ -159,12 +160,11 @@ class ApiClient:
                 tell()
                 while data := await asyncio.wait_for(response.content.readany(), SILENCE_S):
                     if not machine.received(data):
-                        return
+                        break
                     tell()
-        except TimeoutError:
-            return
-        except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionError):
-            return  # cut in the middle; what was seen so far holds
+            return True
+        except (TimeoutError, aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError, ConnectionError):
+            return False  # silent, or cut in the middle; what was seen so far holds
         except (aiohttp.ClientError, OSError) as error:
             raise ApiError(None, f"{type(error).__name__}: {error}") from None
 

@@ -6,6 +6,8 @@ known. The rules are those of Kubernetes' API conventions ("Efficient detection 
 - A list is read in pages at the newest version; the collection is replaced by it as a whole, so that what was deleted
   while nobody watched is gone.
 - A watch goes on from the last version seen, in an event or a bookmark. A server that ends it says nothing by that.
+- One that is cut, or cannot be had, may mean a server that was restored from a backup and counts the same versions
+  anew: nothing but a list tells.
 - 410 comes as a status or as an event of an open watch. Either means: list again. So does every other refusal of a
   watch, which costs one list where the version alone was at fault.
 - What cannot be reached or is refused is tried again, later each time, spread by chance; `Retry-After` is kept to.
@@ -162,9 +164,11 @@ class ListWatch(Generic[T]):
             self._lost()
         return not self._over
 
-    def watch_ended(self, now: float) -> None:
-        """The server ended the watch, or the connection is gone; what of a line was there is dropped."""
+    def watch_ended(self, now: float, *, properly: bool = True) -> None:
+        """The server ended the watch, or (not properly) the connection broke; what of a line was there is dropped."""
         self._line.clear()
+        if not properly:
+            self._from = ""
         if self._watch_brought or now - self._watch_began >= SHORT_S:
             self._failures = 0
         else:
@@ -182,10 +186,8 @@ class ListWatch(Generic[T]):
             return
         self.counters["failures"] += 1
         self.trouble = _TROUBLES.get(status, Trouble.FAILED) if status is not None else Trouble.UNREACHABLE
-        if status is not None and status not in (401, 429) and status < 500:
-            self._from = ""
-        if status in (500, 504):
-            # "Too large resource version", after a server lost what it had: the version will not come.
+        if status not in (401, 429, 502, 503):
+            # 500 and 504 may say "Too large resource version", after a server lost what it had.
             self._from = ""
         if status == 404 and (self.objects or not self.synced):
             # The resource is gone, and so is everything that was of it.

@@ -166,17 +166,33 @@ def test_lines_count_whole_however_they_are_cut(cuts: list[int]) -> None:
     assert m.counters["unreadable"] == 0
 
 
-def test_half_a_line_at_the_end_of_a_watch_is_dropped_and_told_again_by_the_server() -> None:
+@pytest.mark.parametrize("properly", [True, False])
+def test_half_a_line_at_the_end_of_a_watch_is_dropped_and_told_again_by_the_server(properly: bool) -> None:
     m = watching()
     whole, half = event("ADDED", obj("a", "1", "11")), event("ADDED", obj("b", "1", "12"))[:40]
     m.received(whole + half)
-    m.watch_ended(5)
+    m.watch_ended(5, properly=properly)
+    if not properly:
+        m.listed(page(obj("a"), version="11"), 5)
     action = m.step(5)
     assert isinstance(action, Watch)
     assert action.version == "11"
     m.watching()
     m.received(event("ADDED", obj("b", "1", "12")))
     assert names(m) == {"a", "b"}
+
+
+@pytest.mark.parametrize("how", ["cut", "unreachable"])
+def test_a_server_that_broke_off_may_be_another_one_by_now_so_it_is_asked_for_the_list(how: str) -> None:
+    """One restored from a backup counts from an older version on, and may have passed ours: no 410, no 504."""
+    m = watching(obj("a"), obj("b"))
+    if how == "cut":
+        m.watch_ended(100, properly=False)
+    else:
+        m.failed(None, 100)
+    assert m.step(101) == List()
+    m.listed(page(obj("b"), version="8"), 101)
+    assert names(m) == {"b"}
 
 
 def test_a_line_of_a_megabyte_is_an_event_and_one_without_an_end_is_not() -> None:
