@@ -147,8 +147,8 @@ class Worker:
 
 
 @asynccontextmanager
-async def running_worker(name: str, host: str = "127.0.0.1") -> AsyncIterator[Worker]:
-    """A worker on a free port of the loopback, stopped with its connections at the end."""
+async def running_worker(name: str, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[Worker]:
+    """A worker on a port (0: a free one) of the loopback, stopped with its connections at the end."""
     worker = Worker(name)
     tasks: set[asyncio.Task[None]] = set()
 
@@ -163,7 +163,7 @@ async def running_worker(name: str, host: str = "127.0.0.1") -> AsyncIterator[Wo
         finally:
             tasks.discard(task)
 
-    server = await asyncio.start_server(serve, host, 0, limit=LIMIT, backlog=2048)
+    server = await asyncio.start_server(serve, host, port, limit=LIMIT, backlog=2048)
     port = server.sockets[0].getsockname()[1]
     worker.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:

@@ -57,8 +57,17 @@ class Tasks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+NARROW_S = 0.5
+"""How long the pods of an earlier selector serve on while the list of the new one is not there."""
+
+
 class _Pods:
-    """The pods that a selector takes in one namespace. Another selector narrows at once what is known, then lists."""
+    """The pods that a selector takes in one namespace.
+
+    With another selector, those of the one before serve on until the new list is there, or, when that takes long, those
+    of them that fit the new one by what is known. At once would be too soon: labels that were changed together with the
+    selector come by another watch, and a pool must not be empty in between.
+    """
 
     def __init__(
         self,
@@ -74,7 +83,8 @@ class _Pods:
         self._selector: Mapping[str, str] | None = None
         self._machine: ListWatch[Pod] | None = None
         self._task: asyncio.Task[Any] | None = None
-        self._before: dict[str, Pod] = {}
+        self._before: list[Pod] = []
+        self._narrowing: asyncio.Task[Any] | None = None
         self._counted: Counter[str] = Counter()
 
     @property
@@ -91,19 +101,16 @@ class _Pods:
 
     def pods(self) -> list[Pod]:
         machine = self._machine
-        return list((machine.objects if machine is not None and machine.synced else self._before).values())
+        return list(machine.objects.values()) if machine is not None and machine.synced else self._before
 
     def follow(self, selector: Mapping[str, str] | None) -> None:
         """Follow these from now on; None: nobody."""
         if selector == self._selector:
             return
-        self._before = {
-            key: pod
-            for key, pod in ((f"{p.namespace}/{p.name}", p) for p in self.pods())
-            if selects(selector or {}, pod.labels)
-        }
-        if self._task is not None:
-            self._task.cancel()
+        self._before = self.pods() if selector is not None else []
+        for task in (self._task, self._narrowing):
+            if task is not None:
+                task.cancel()
         if self._machine is not None:
             self._counted = self.counters
         self._selector, self._machine, self._task = selector, None, None
@@ -111,6 +118,12 @@ class _Pods:
             self._machine = ListWatch(read_pod, random=self._random, absent_retry_s=CRD_RETRY_S)
             where = Collection(f"/api/v1/namespaces/{self._namespace}/pods", label_selector(selector))
             self._task = self._tasks.start(self._client.follow(where, self._machine, self._clock, self._changed))
+            self._narrowing = self._tasks.start(self._narrow(selector))
+
+    async def _narrow(self, selector: Mapping[str, str]) -> None:
+        await asyncio.sleep(NARROW_S)
+        self._before = [pod for pod in self._before if selects(selector, pod.labels)]
+        self._changed()
 
 
 class _PodSource:

@@ -27,6 +27,8 @@ class Followed:
     source: Source
     client: ApiClient
     specs: list[EndpointSpec] = field(default_factory=list)
+    published: Callable[[], object] = lambda: None
+    """Called after each publication."""
 
     @property
     def addresses(self) -> list[str]:
@@ -50,6 +52,7 @@ async def following(
 
     def publish(specs: Iterable[EndpointSpec]) -> None:
         followed.specs = list(specs)
+        followed.published()
 
     await source.start(publish)
     try:

@@ -64,7 +64,7 @@ async def test_ports_that_leave_the_pool_are_out_at_once_and_new_ones_in() -> No
 
 
 @in_virtual_time
-async def test_another_selector_takes_out_at_once_whom_it_does_not_select_though_the_list_is_late() -> None:
+async def test_another_selector_takes_out_whom_it_does_not_select_within_a_second_though_the_list_is_late() -> None:
     async with running_api() as api:
         api.store.put("InferencePool", pool(8000), V1)
         api.store.put("Pod", pod("a", "127.0.0.2", labels={"tier": "x"}))
@@ -76,10 +76,29 @@ async def test_another_selector_takes_out_at_once_whom_it_does_not_select_though
             api.faults.refuse["list", "pods"] = 503
             api.store.put("InferencePool", pool(8000, selector={"tier": "x"}), V1)
             await settle(0.1)
+            assert followed.names == {"a", "b"}
+            await settle(0.9)
             assert followed.names == {"a"}
             api.faults.refuse.clear()
             await settle(60)
             assert followed.names == {"a", "c"}
+
+
+@in_virtual_time
+async def test_labels_and_selector_that_change_together_leave_no_moment_without_endpoints() -> None:
+    async with running_api() as api:
+        api.store.put("InferencePool", pool(8000), V1)
+        api.store.put("Pod", pod("a", "127.0.0.2"))
+        async with pool_of(api) as followed:
+            await settle()
+            sizes = set()
+            followed.published = lambda: sizes.add(len(followed.specs))
+            api.faults.delay_s = 0.2
+            api.store.put("InferencePool", pool(8000, selector={"app": "new"}), V1)
+            api.store.put("Pod", pod("a", "127.0.0.2", labels={"app": "new"}))
+            await settle(5)
+            assert followed.names == {"a"}
+            assert sizes == {1}
 
 
 @in_virtual_time
