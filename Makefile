@@ -32,11 +32,11 @@ test-redis: $(STAMP) ## Tests of replicas on a real redis-server (apt-get instal
 	@command -v redis-server >/dev/null || { echo "make test-redis needs redis-server (Debian: apt-get install redis-server)"; exit 1; }
 	@$(BIN)/python -m pytest -m redis tests/shared $(TEST_ARGS)
 
-test-vllm: $(STAMP) $(VLLM_STAMP) ## Tests on real vLLM workers on the CPU (2.2 GB more; Python 3.11)
+test-vllm: $(STAMP) $(VLLM_STAMP) ## Tests on real vLLM workers on the CPU (2.4 GB more; Python 3.11)
 	@KVSTEER_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(BIN)/python -m pytest -m vllm tests/vllm $(TEST_ARGS)
 
 $(VLLM_STAMP): tests/vllm/requirements.txt
-	@echo "==> Installing vLLM for the CPU into $(VLLM_VENV): 2.2 GB on disk, one to five minutes"
+	@echo "==> Installing vLLM for the CPU into $(VLLM_VENV): 2.4 GB on disk, one to five minutes"
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info[:2] == (3, 11) else "the pinned vLLM wheels need Python 3.11, this is " + sys.version.split()[0])'
 	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r tests/vllm/requirements.txt

@@ -1,17 +1,18 @@
-"""Real vLLM workers on the CPU, for tests: started together, stopped by their process ids.
+"""Real vLLM workers on the CPU, for tests: started together by forks of one process, stopped by their process ids.
 
 The interpreter that has vLLM is named by KVSTEER_VLLM_PYTHON (`make test-vllm` sets it).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,28 +40,63 @@ def vllm_python() -> str:
     return python
 
 
+@dataclass(frozen=True)
+class Process:
+    """A server's process group, by its leader. It is no child of ours."""
+
+    pid: int
+
+    def runs(self) -> bool:
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def send(self, number: int) -> None:
+        try:
+            os.killpg(self.pid, number)
+        except ProcessLookupError:
+            pass
+
+    def gone(self, within_s: float = 20.0) -> None:
+        """Wait for its end, and help by SIGKILL if that does not come in time."""
+        deadline = time.monotonic() + within_s
+        while self.runs():
+            if time.monotonic() > deadline:
+                self.send(signal.SIGKILL)
+            time.sleep(0.02)
+
+
 @dataclass
 class Worker:
-    """One running `vllm serve`."""
+    """One running vLLM server."""
 
     port: int
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
     host: str = "127.0.0.1"
     options: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """What it has of its own in its environment."""
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
 
+    @property
+    def url(self) -> str:
+        return f"http://{self.address}"
+
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(f"http://{self.address}{path}", timeout=30) as response:
+        with urllib.request.urlopen(f"{self.url}{path}", timeout=30) as response:
             return str(response.read().decode())
 
-    def metric(self, name: str) -> float:
-        """The sum over all series of one metric family member, 0 when it is absent."""
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over all series of one metric family member that have these labels, 0 when it is absent."""
         lines = (line for line in self.get("/metrics").splitlines() if line.startswith((name + "{", name + " ")))
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+        told = [f'{label}="{value}"' for label, value in labels.items()]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if all(one in line for one in told))
 
 
 @dataclass
@@ -72,40 +108,62 @@ class Fleet:
     workers: list[Worker] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     """More variables of the workers' environment."""
+    _zygote: subprocess.Popen[bytes] | None = None
 
     def start(self, count: int, *extra: str) -> None:
         """Start so many workers at once and wait until all answer; on failure the log's end is in the error."""
         self.launch(count, *extra)
         self.wait()
 
-    def launch(self, count: int, *extra: str, hosts: Sequence[str] = ()) -> None:
+    def launch(self, count: int, *extra: str, hosts: Sequence[str] = (), own: Mapping[str, str] | None = None) -> None:
         """Start so many workers, on these loopback addresses if any are given, and do not wait."""
         for i in range(count):
-            self.workers.append(self._launch(hosts[i] if hosts else "127.0.0.1", free_port(), extra))
+            self.workers.append(self._launch(hosts[i] if hosts else "127.0.0.1", free_port(), extra, own or {}))
 
     def kill_and_restart(self, worker: Worker) -> Worker:
         """End one at once and start it anew at its address; it takes the other's place once it answers."""
-        os.killpg(worker.process.pid, signal.SIGKILL)
-        worker.process.wait(10)
-        fresh = self._launch(worker.host, worker.port, worker.options)
+        worker.process.send(signal.SIGKILL)
+        worker.process.gone()
+        return self.restart(worker)
+
+    def restart(self, worker: Worker) -> Worker:
+        """Start one that has ended anew at its address; it takes the other's place once it answers."""
+        fresh = self._launch(worker.host, worker.port, worker.options, worker.environment)
         self.workers[self.workers.index(worker)] = fresh
         self._wait(fresh, time.monotonic() + START_S)
         return fresh
 
-    def _launch(self, host: str, port: int, extra: tuple[str, ...]) -> Worker:
+    def _launch(self, host: str, port: int, extra: tuple[str, ...], own: Mapping[str, str]) -> Worker:
         log = self.folder / f"vllm-{port}.log"
-        command = [
-            vllm_python(), "-m", "vllm.entrypoints.openai.api_server",
+        args = [
             "--model", str(self.model), "--served-model-name", "tiny", "--host", host, "--port", str(port),
             "--enforce-eager", "--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "8",
             "--max-num-batched-tokens", "2048", "--block-size", "32", "--kv-cache-memory-bytes", "64M",
             "--num-gpu-blocks-override", "512", "--distributed-executor-backend", "uni",
             "--generation-config", "vllm", "--enable-prompt-tokens-details", *extra,
         ]  # fmt: skip
-        environment = os.environ | ENVIRONMENT | {"VLLM_HOST_IP": host} | self.environment
-        with log.open("ab") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
-        return Worker(port, process, log, host, extra)
+        zygote = self._zygote = self._zygote or self._start_zygote()
+        assert zygote.stdin is not None
+        assert zygote.stdout is not None
+        order = {"args": args, "env": {"VLLM_HOST_IP": host, **own}, "log": str(log)}
+        zygote.stdin.write(json.dumps(order).encode() + b"\n")
+        zygote.stdin.flush()
+        pid = zygote.stdout.readline()
+        if not pid:
+            raise RuntimeError(f"the zygote ended:\n{(self.folder / 'zygote.log').read_text()[-4000:]}")
+        return Worker(port, Process(int(pid)), log, host, extra, own)
+
+    def _start_zygote(self) -> subprocess.Popen[bytes]:
+        environment = os.environ | ENVIRONMENT | self.environment
+        with (self.folder / "zygote.log").open("wb") as log:
+            return subprocess.Popen(
+                [vllm_python(), Path(__file__).parent / "zygote.py"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environment,
+                start_new_session=True,
+            )
 
     def wait(self) -> None:
         """Until all answer."""
@@ -114,7 +172,7 @@ class Fleet:
             self._wait(worker, deadline)
 
     def _wait(self, worker: Worker, deadline: float) -> None:
-        while time.monotonic() < deadline and worker.process.poll() is None:
+        while time.monotonic() < deadline and worker.process.runs():
             try:
                 worker.get("/health")
                 return
@@ -124,11 +182,8 @@ class Fleet:
 
     def stop(self) -> None:
         for worker in self.workers:
-            if worker.process.poll() is None:
-                os.killpg(worker.process.pid, signal.SIGTERM)
+            worker.process.send(signal.SIGTERM)
         for worker in self.workers:
-            try:
-                worker.process.wait(20)
-            except subprocess.TimeoutExpired:
-                os.killpg(worker.process.pid, signal.SIGKILL)
-                worker.process.wait(5)
+            worker.process.gone()
+        if self._zygote is not None:
+            self._zygote.communicate(timeout=20)
