@@ -90,7 +90,8 @@ async def _send(client: Client, bodies: Bodies, end: float, chunks: int, sent: S
     while True:
         request = encode(bodies(), chunks)
         begin = time.perf_counter()
-        await asyncio.wait_for(client.ask(request), 30)
+        async with asyncio.timeout(30):
+            await client.ask(request)
         now = time.perf_counter()
         sent.latencies.append(now - begin)
         if now >= end:

@@ -51,7 +51,8 @@ class ConfigWatcher:
         """Watch until cancelled."""
         while True:
             try:
-                await asyncio.wait_for(self._wanted.wait(), self._interval_s)
+                async with asyncio.timeout(self._interval_s):
+                    await self._wanted.wait()
             except TimeoutError:
                 pass
             try:

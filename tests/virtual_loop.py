@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
+MOST_S = 30 * 86_400.0
 SETTLE = 2
 """How often sockets are asked before time moves: what was written to loopback is there to be read at once."""
 
@@ -35,6 +36,8 @@ class _Selector(selectors.EpollSelector):
             return super().select(0.05)
         if timeout > 0:
             self.now += timeout
+            if self.now > MOST_S:
+                raise RuntimeError(f"{MOST_S / 86_400:.0f} days have gone by: what is waited for does not come")
         return []
 
 

@@ -113,7 +113,8 @@ class LeanServer:
         while self.open and (left := self._drain_until - loop.time()) > 0:
             self.idle.clear()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.idle.wait(), left)
+                async with asyncio.timeout(left):
+                    await self.idle.wait()
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()

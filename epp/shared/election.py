@@ -13,6 +13,7 @@ import socket
 import time
 import uuid
 from collections import Counter
+from collections.abc import Callable
 
 from epp.discovery.kubernetes.client import ApiClient, ApiError
 from epp.discovery.kubernetes.credentials import AccessError
@@ -29,8 +30,17 @@ def identity() -> str:
 class Candidate:
     """One replica that would lead. `start` once, `stop` at the end."""
 
-    def __init__(self, client: ApiClient, namespace: str, name: str, election: Election) -> None:
+    def __init__(
+        self,
+        client: ApiClient,
+        namespace: str,
+        name: str,
+        election: Election,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.election = election
+        self._clock = clock
         self.counters: Counter[str] = Counter(acquired=0, renewed=0, lost=0, failed=0)
         self._client = client
         self._path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
@@ -42,7 +52,7 @@ class Candidate:
     @property
     def not_leading(self) -> str:
         """Why this replica should serve nobody; empty when it leads."""
-        if self.election.leads(time.monotonic()):
+        if self.election.leads(self._clock()):
             return ""
         if self._trouble:
             return f"the lease {self._namespace}/{self._name} cannot be had: {self._trouble}"
@@ -62,7 +72,7 @@ class Candidate:
         if released is not None:
             try:
                 async with asyncio.timeout(self.election.timing.retry_s):
-                    self.election.wrote(await self._write(released), time.monotonic())
+                    self.election.wrote(await self._write(released), self._clock())
                 log.info("the lease %s/%s is given back", self._namespace, self._name)
             except (ApiError, AccessError, TimeoutError) as error:
                 log.warning("the lease could not be given back, the next replica has to wait for it: %s", error)
@@ -90,11 +100,11 @@ class Candidate:
             if error.status != 404:
                 raise
             found = None
-        election.observe(found, time.monotonic())
-        wanted = election.wanted(time.monotonic(), time.time())
+        election.observe(found, self._clock())
+        wanted = election.wanted(self._clock(), time.time())
         if wanted is None:
             return
-        sent_at, mine = time.monotonic(), election.holder == election.identity
+        sent_at, mine = self._clock(), election.holder == election.identity
         try:
             election.wrote(await self._write(wanted), sent_at)
         except ApiError as error:
@@ -116,7 +126,7 @@ class Candidate:
         return Lease.read(await self._client.request("PUT", f"{self._path}/{self._name}", body=body))
 
     def _report(self) -> None:
-        leads = self.election.leads(time.monotonic())
+        leads = self.election.leads(self._clock())
         if leads != self._led:
             self._led = leads
             self.counters["lost"] += not leads

@@ -160,7 +160,8 @@ class RedisStream:
                 task.cancel()
             await asyncio.wait(self._tasks, timeout=1.0)  # a cancellation may be lost in a connection's own clean-up
         with contextlib.suppress(*self._errors):
-            await asyncio.wait_for(self._send(self.state.replica.leave(self._clock())), 0.5)
+            async with asyncio.timeout(0.5):
+                await self._send(self.state.replica.leave(self._clock()))
         for client in (self._writer, self._reader, self._snapshots):
             with contextlib.suppress(*self._errors):
                 await client.aclose()

@@ -94,7 +94,8 @@ class AsyncEngine:
             if self._streams and grace_s > 0:
                 self._idle.clear()
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._idle.wait(), grace_s)
+                    async with asyncio.timeout(grace_s):
+                        await self._idle.wait()
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 

@@ -140,7 +140,8 @@ class Gateway:
 async def gateway(address: str) -> AsyncIterator[Gateway]:
     """A gateway that speaks to the picker at `address` in plain text."""
     async with grpc.aio.insecure_channel(address) as channel:
-        await asyncio.wait_for(channel.channel_ready(), WITHIN_S)
+        async with asyncio.timeout(WITHIN_S):
+            await channel.channel_ready()
         yield Gateway(channel)
 
 

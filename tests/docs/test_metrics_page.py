@@ -50,7 +50,8 @@ async def exposed(folder: Path) -> dict[str, str]:
     started = asyncio.Event()
     running = asyncio.create_task(picker.run(lambda _: started.set()))
     try:
-        await asyncio.wait_for(started.wait(), 10)
+        async with asyncio.timeout(10):
+            await started.wait()
         for column in ("waiting", "running", "kv_usage"):
             picker.pool.endpoints[0].set(column, 0.5)
         page = picker.metrics.render().decode()

@@ -91,7 +91,8 @@ async def test_a_hanging_worker_answers_nothing_but_its_health(
 ) -> None:
     worker = await start_worker(faults=Faults(hang=1.0))
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(complete(session, worker), 0.2)
+        async with asyncio.timeout(0.2):
+            await complete(session, worker)
     async with session.get(f"http://{worker.address}/health") as response:
         assert response.status == 200
 
@@ -170,7 +171,8 @@ async def test_hung_metrics_do_not_answer_while_requests_do(
 ) -> None:
     worker = await start_worker(faults=Faults(hung_metrics=True))
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(session.get(f"http://{worker.address}/metrics"), 0.1)
+        async with asyncio.timeout(0.1):
+            await session.get(f"http://{worker.address}/metrics")
     assert (await complete(session, worker))[0] == 200
 
 

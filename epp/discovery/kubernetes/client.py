@@ -158,7 +158,7 @@ class ApiClient:
                 await _refuse(response)
                 machine.watching()
                 tell()
-                while data := await asyncio.wait_for(response.content.readany(), SILENCE_S):
+                while data := await _more(response):
                     if not machine.received(data):
                         break
                     tell()
@@ -200,7 +200,8 @@ class _Asking:
             server_hostname=access.server_name,
             allow_redirects=False,
         )
-        self._response = await asyncio.wait_for(asking, ANSWER_S)
+        async with asyncio.timeout(ANSWER_S):
+            self._response = await asking
         return self._response
 
     async def __aexit__(self, *exc: object) -> None:
@@ -213,7 +214,8 @@ async def _refuse(response: aiohttp.ClientResponse) -> None:
     """Raise ApiError for what is no 2xx, with the server's own words."""
     if 200 <= response.status < 300:
         return
-    text = (await asyncio.wait_for(response.content.read(65_536), ANSWER_S)).decode(errors="replace")
+    async with asyncio.timeout(ANSWER_S):
+        text = (await response.content.read(65_536)).decode(errors="replace")
     try:
         message = str(msgspec.json.decode(text)["message"])
     except (msgspec.DecodeError, RecursionError, KeyError, TypeError):
@@ -221,6 +223,12 @@ async def _refuse(response: aiohttp.ClientResponse) -> None:
     after = response.headers.get("retry-after", "")
     retry_after_s = float(after) if after.isascii() and after.isdecimal() and len(after) < 6 else None
     raise ApiError(response.status, message or f"status {response.status}", retry_after_s)
+
+
+async def _more(response: aiohttp.ClientResponse) -> bytes:
+    """What a watch brings next; b"" at its end."""
+    async with asyncio.timeout(SILENCE_S):
+        return await response.content.readany()
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:

@@ -118,11 +118,12 @@ class ExecToken(Token):
                 stderr=asyncio.subprocess.PIPE,
                 limit=MAX_EXEC_BYTES,
             )
-            output, errors = await asyncio.wait_for(process.communicate(), EXEC_TIMEOUT_S)
+            async with asyncio.timeout(EXEC_TIMEOUT_S):
+                output, errors = await process.communicate()
+        except TimeoutError:  # before OSError, which it is one of
+            raise AccessError(f"{plugin.command}: no answer within {EXEC_TIMEOUT_S:.0f} s") from None
         except OSError as error:
             raise AccessError(f"{plugin.command}: {error.strerror or error}. {plugin.hint}".strip()) from None
-        except TimeoutError:
-            raise AccessError(f"{plugin.command}: no answer within {EXEC_TIMEOUT_S:.0f} s") from None
         finally:
             if process is not None and process.returncode is None:
                 process.kill()

@@ -524,5 +524,6 @@ class _Link:
 
         while follower.asking and self._wanted is None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(socket.poll(), _TICK_S)
+                async with asyncio.timeout(_TICK_S):
+                    await socket.poll()
             await self._subscriber.pump(socket, take)

@@ -223,3 +223,9 @@ async def test_a_credential_plugin_that_fails_is_named_with_its_words(script: st
         await ExecToken(ExecPlugin(sys.executable, ("-c", script))).current()
     with pytest.raises(AccessError, match=r"No such file.*install it so"):
         await ExecToken(ExecPlugin("/nowhere/plugin", hint="install it so")).current()
+
+
+async def test_a_credential_plugin_that_hangs_is_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("epp.discovery.kubernetes.credentials.EXEC_TIMEOUT_S", 0.2)
+    with pytest.raises(AccessError, match="no answer within"):
+        await ExecToken(ExecPlugin(sys.executable, ("-c", "import time; time.sleep(60)"))).current()
