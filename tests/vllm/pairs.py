@@ -22,7 +22,7 @@ from tests.ports import free_port
 from tests.vllm.following import BLOCK, new_fleet
 from tests.vllm.workers import Fleet, Worker
 
-LEASE_S = 8
+LEASE_S = 6
 """For so long a prefiller keeps the blocks of a request for the decoder. vLLM's own default is 30."""
 EXPIRED, EXPIRED_READS = "vllm:nixl_num_kv_expired_reqs_total", "vllm:nixl_num_notifications_after_expiry_total"
 USAGE = "vllm:kv_cache_usage_perc"
@@ -53,10 +53,7 @@ class Pairs:
         return self.fleet.workers[4]
 
     async def ready(self, client: aiohttp.ClientSession) -> None:
-        """Start those anew that a test has ended, and have every pair that does not know each other shake hands.
-
-        That takes seconds on a busy machine, all of which are taken from the lease.
-        """
+        """Start those anew that a test has ended, and have every pair that does not know each other shake hands."""
         for worker in [w for w in self.fleet.workers if not w.process.runs()]:
             self._met -= {pair for pair in self._met if worker.address in pair}
             await asyncio.to_thread(self.fleet.restart, worker)
@@ -69,7 +66,7 @@ class Pairs:
 def start(folder: Path) -> Pairs:
     """All five workers; they answer, or an error says why not."""
     fleet = new_fleet(folder)
-    fleet.environment |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    fleet.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
     for role in ("kv_producer", "kv_producer", "kv_both", "kv_both"):
         transfer = {
             "kv_connector": "NixlConnector",

@@ -14,7 +14,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from tests.ports import free_port
 
@@ -29,6 +31,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",
+    "UCX_TLS": "tcp",
+    "UCX_NET_DEVICES": "lo",
 }
 
 
@@ -66,6 +70,33 @@ class Process:
             if time.monotonic() > deadline:
                 self.send(signal.SIGKILL)
             time.sleep(0.02)
+
+
+class Zygote:
+    """One for all tests: it imports for as long as three servers start. It ends, and all servers with it, as we end."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [vllm_python(), Path(__file__).parent / "zygote.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | ENVIRONMENT,
+            start_new_session=True,
+        )
+
+    def fork(self, order: Mapping[str, Any]) -> Process:
+        """A server of these arguments."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+        pid = self._process.stdout.readline()
+        if not pid:
+            raise RuntimeError(f"the zygote ended with {self._process.wait(5)}")
+        return Process(int(pid))
+
+
+zygote = cache(Zygote)
 
 
 @dataclass
@@ -108,7 +139,6 @@ class Fleet:
     workers: list[Worker] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     """More variables of the workers' environment."""
-    _zygote: subprocess.Popen[bytes] | None = None
 
     def start(self, count: int, *extra: str) -> None:
         """Start so many workers at once and wait until all answer; on failure the log's end is in the error."""
@@ -142,28 +172,8 @@ class Fleet:
             "--num-gpu-blocks-override", "512", "--distributed-executor-backend", "uni",
             "--generation-config", "vllm", "--enable-prompt-tokens-details", *extra,
         ]  # fmt: skip
-        zygote = self._zygote = self._zygote or self._start_zygote()
-        assert zygote.stdin is not None
-        assert zygote.stdout is not None
-        order = {"args": args, "env": {"VLLM_HOST_IP": host, **own}, "log": str(log)}
-        zygote.stdin.write(json.dumps(order).encode() + b"\n")
-        zygote.stdin.flush()
-        pid = zygote.stdout.readline()
-        if not pid:
-            raise RuntimeError(f"the zygote ended:\n{(self.folder / 'zygote.log').read_text()[-4000:]}")
-        return Worker(port, Process(int(pid)), log, host, extra, own)
-
-    def _start_zygote(self) -> subprocess.Popen[bytes]:
-        environment = os.environ | ENVIRONMENT | self.environment
-        with (self.folder / "zygote.log").open("wb") as log:
-            return subprocess.Popen(
-                [vllm_python(), Path(__file__).parent / "zygote.py"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                start_new_session=True,
-            )
+        order = {"args": args, "env": self.environment | {"VLLM_HOST_IP": host, **own}, "log": str(log)}
+        return Worker(port, zygote().fork(order), log, host, extra, own)
 
     def wait(self) -> None:
         """Until all answer."""
@@ -185,5 +195,3 @@ class Fleet:
             worker.process.send(signal.SIGTERM)
         for worker in self.workers:
             worker.process.gone()
-        if self._zygote is not None:
-            self._zygote.communicate(timeout=20)

@@ -2,7 +2,7 @@
 
 In, on standard input: lines of JSON `{"args": [...], "env": {...}, "log": path}`. Out, on standard output: the pid of
 each, a line. Each server leads a process group of its own. All still running are ended when the input ends, so that
-none outlives the tests. Run by the Python that has vLLM; what has to be in the environment for imports is in it.
+none outlives the tests. Run by the Python that has vLLM.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ IMPORTED = (
     "vllm.model_executor.model_loader",
 )
 
+POLL_US = 1000
+
 
 def forked_where_it_may_be() -> None:
     """The CPU platform forces its subprocesses to be spawned, which imports everything again."""
@@ -38,6 +40,17 @@ def forked_where_it_may_be() -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     CpuPlatform.check_and_update_config = classmethod(changed)
+
+
+def nixl_that_sleeps() -> None:
+    """NIXL's progress thread polls without a pause: an idle worker takes a core, and a test machine has two."""
+    bindings: Any = importlib.import_module("nixl_cu12._bindings")
+
+    class Config(bindings.nixlAgentConfig):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, POLL_US if name == "pthrDelay" else value)
+
+    bindings.nixlAgentConfig = Config
 
 
 def serve(args: list[str], env: dict[str, str], log: str) -> None:
@@ -53,6 +66,7 @@ def serve(args: list[str], env: dict[str, str], log: str) -> None:
             os.dup2(opened, number)
         os.close(opened)
     os.environ.update(env)
+    sys.path[:0] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv = ["vllm", *args]
     importlib.import_module(IMPORTED[0]).main()
 
@@ -61,6 +75,7 @@ def main() -> None:
     for name in IMPORTED:
         importlib.import_module(name)
     forked_where_it_may_be()
+    nixl_that_sleeps()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that a server that has ended is gone, not a zombie
     pids = []
     for line in sys.stdin:
