@@ -64,6 +64,7 @@ from envoy_data_plane.envoy.config.core.v3 import (
     WatchedDirectory,
 )
 from envoy_data_plane.envoy.config.core.v3 import HttpProtocolOptions as CommonHttpProtocolOptions
+from envoy_data_plane.envoy.config.core.v3 import RetryPolicy as GrpcRetryPolicy
 from envoy_data_plane.envoy.config.endpoint.v3 import (
     ClusterLoadAssignment,
     Endpoint,
@@ -327,7 +328,9 @@ def _http_filters(options: EnvoyOptions, mode: ProcessingMode, *, observe: bool)
 
 
 def _picker_service() -> GrpcService:
-    return GrpcService(envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=PICKER_CLUSTER))
+    """A replica of the picker that cannot be reached, or that drains, is passed over for another one."""
+    again = GrpcRetryPolicy(retry_on="connect-failure,refused-stream", num_retries=RETRIES)
+    return GrpcService(envoy_grpc=GrpcServiceEnvoyGrpc(cluster_name=PICKER_CLUSTER), retry_policy=again)
 
 
 def _observer() -> ExternalProcessor:

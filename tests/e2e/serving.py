@@ -184,8 +184,10 @@ def _show_metadata(tree: Any) -> None:
 
 
 @asynccontextmanager
-async def running_picker(directory: Path, listen: str, *args: str) -> AsyncIterator[Picker]:
-    """`kvsteer serve`, ready; killed at the end if it still runs."""
+async def running_picker(
+    directory: Path, listen: str, *args: str, said: str = "kvsteer: ready: "
+) -> AsyncIterator[Picker]:
+    """`kvsteer serve` that has said so in its log; killed at the end if it still runs."""
     log = directory / "picker.log"
     admin = f"127.0.0.1:{free_port()}"
     with log.open("wb") as output:
@@ -200,7 +202,7 @@ async def running_picker(directory: Path, listen: str, *args: str) -> AsyncItera
     async def ready() -> bool:
         if process.returncode is not None:
             raise RuntimeError(f"kvsteer serve ended with {process.returncode}:\n{log.read_text()}")
-        return "kvsteer: ready: " in log.read_text()
+        return said in log.read_text()
 
     try:
         await until(ready, bool, within_s=30)
