@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from tests.e2e.envoy import until
-from tests.ports import free_port
+from tests.ports import quiet_ports
 from tests.vllm.following import BLOCK, new_fleet
 from tests.vllm.workers import Fleet, Worker
 
@@ -29,6 +29,9 @@ USAGE = "vllm:kv_cache_usage_perc"
 """The share of blocks that running and leased requests hold."""
 BLOCKS, LONG_BLOCKS = 512, 120
 """Of a worker's cache; of the longest prompt."""
+
+ROLES = (("kv_producer", "fail"), ("kv_producer", "fail"), ("kv_both", "fail"), ("kv_both", "recompute"))
+"""Of the workers in their order, with what they do when blocks cannot be had; `fail` is vLLM's default."""
 
 PREFILL_ONLY = {"max_tokens": 1, "stream": False, "kv_transfer_params": {"do_remote_decode": True}}
 
@@ -59,7 +62,7 @@ class Pairs:
             await asyncio.to_thread(self.fleet.restart, worker)
         pairs = [*product(self.prefillers, self.decoders), *permutations(self.decoders, 2)]
         strangers = [(a, b) for a, b in pairs if (a.address, b.address) not in self._met]
-        await asyncio.gather(*(by_hand(client, a, b, prompt("hello " * 40)) for a, b in strangers))
+        await asyncio.gather(*(shake_hands(client, a, b) for a, b in strangers))
         self._met |= {(a.address, b.address) for a, b in strangers}
 
 
@@ -67,14 +70,16 @@ def start(folder: Path) -> Pairs:
     """All five workers; they answer, or an error says why not."""
     fleet = new_fleet(folder)
     fleet.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
-    for role in ("kv_producer", "kv_producer", "kv_both", "kv_both"):
+    side = quiet_ports(len(ROLES))
+    for number, (role, failure) in enumerate(ROLES):
         transfer = {
             "kv_connector": "NixlConnector",
             "kv_role": role,
+            "kv_load_failure_policy": failure,
             "kv_buffer_device": "cpu",
             "kv_connector_extra_config": {"kv_lease_duration": LEASE_S},
         }
-        own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())}
+        own = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(side + number)}
         fleet.launch(1, "--kv-transfer-config", json.dumps(transfer), own=own)
     fleet.launch(1)
     fleet.wait()
@@ -84,6 +89,11 @@ def start(folder: Path) -> Pairs:
 def transferred(worker: Worker) -> float:
     """Prompt tokens whose KV came from another worker."""
     return worker.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+
+
+def computed_by(worker: Worker) -> float:
+    """Prompt tokens that the worker has computed itself."""
+    return worker.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
 
 
 @dataclass(frozen=True)
@@ -146,20 +156,25 @@ async def ask(client: aiohttp.ClientSession, url: str, asked: Prompt, **headers:
     return Told(status, tokens, parts[-1]["usage"], fields, text)
 
 
-async def by_hand(client: aiohttp.ClientSession, prefiller: Worker, decoder: Worker, asked: Prompt) -> Told:
-    """Both legs as a sidecar does them, so that there is something to hold it to."""
-    params = await prefilled(client, prefiller, asked)
-    return await ask(client, decoder.url, Prompt(asked.path, asked.body | {"kv_transfer_params": params}))
-
-
 async def prefilled(client: aiohttp.ClientSession, prefiller: Worker, asked: Prompt) -> dict[str, Any]:
-    """The first leg; the address of the blocks."""
+    """The first leg by hand; the address of the blocks."""
     body = {name: value for name, value in asked.body.items() if name != "stream_options"} | PREFILL_ONLY
     async with client.post(prefiller.url + asked.path, json=body) as response:
         assert response.status == 200, await response.text()
         answer: dict[str, Any] = await response.json()
     params: dict[str, Any] = answer["kv_transfer_params"]
     return params
+
+
+async def decoded(client: aiohttp.ClientSession, decoder: Worker, asked: Prompt, params: dict[str, Any]) -> Told:
+    """The second leg by hand."""
+    return await ask(client, decoder.url, Prompt(asked.path, asked.body | {"kv_transfer_params": params}))
+
+
+async def shake_hands(client: aiohttp.ClientSession, prefiller: Worker, decoder: Worker) -> None:
+    asked = prompt(f"from {prefiller.address} " * 5)
+    told = await decoded(client, decoder, asked, await prefilled(client, prefiller, asked))
+    assert told.status == 200, told.text
 
 
 async def right(client: aiohttp.ClientSession, pairs: Pairs, asked: Prompt) -> list[int]:

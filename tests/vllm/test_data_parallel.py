@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from epp.kvcache.index import BlockIndex
 from epp.sim.tokenizer import SHIPPED
 from tests.e2e.envoy import running_envoy, until
 from tests.e2e.serving import Picker, running_picker
+from tests.ports import quiet_ports
 from tests.vllm.following import CONFIG
 from tests.vllm.test_steering import TURNS, converse
 from tests.vllm.workers import Fleet, Worker, vllm_python
@@ -36,16 +36,8 @@ SERVED, HITS = "vllm:request_success_total", "vllm:prefix_cache_hits_total"
 
 @pytest.fixture(scope="module")
 def events_port() -> int:
-    """Of rank 0; then come the other rank's and the replay ports. Below those that are given out for `:0`."""
-    for first in range(15_000, 30_000, 2 * RANKS):
-        with ExitStack() as stack:
-            try:
-                for port in range(first, first + 2 * RANKS):
-                    stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return first
-    raise RuntimeError("no free ports")
+    """Of rank 0; then come the other rank's and the replay ports."""
+    return quiet_ports(2 * RANKS)
 
 
 @pytest.fixture(scope="module")
