@@ -1,4 +1,5 @@
-"""Write the shipped Envoy files: one per mode and profile, exactly what `kvsteer envoy-config` prints by default.
+"""Write the shipped Envoy files: one per mode and profile, exactly what `kvsteer envoy-config` prints by default, and
+the one that the Helm chart puts into a pod with a picker: gateway profile, the pool by the picker's file.
 
 Run as `python envoy/generate.py`; a test compares the files with what this would write.
 """
@@ -8,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from epp.envoy_options import Mode, Profile, defaults
+from epp.envoy_options import EndpointsFile, Mode, Profile, defaults
 from epp.envoy_yaml import render
 
 HERE = Path(__file__).parent
+CHART_FILE = HERE.parent / "deploy/chart/kvsteer/files/envoy.yaml"
 
 
 def shipped() -> Iterator[tuple[Path, str]]:
@@ -19,6 +21,8 @@ def shipped() -> Iterator[tuple[Path, str]]:
     for mode in Mode:
         for profile in Profile:
             yield HERE / f"{mode}-{profile}.yaml", render(defaults(mode, profile))
+    pool = EndpointsFile("/run/kvsteer/pool.json")
+    yield CHART_FILE, render(defaults(Mode.SIDECAR, Profile.GATEWAY, endpoints=pool))
 
 
 if __name__ == "__main__":
