@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
+import signal
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import permutations, product
 from pathlib import Path
@@ -202,3 +204,22 @@ async def overwrite(client: aiohttp.ClientSession, worker: Worker) -> None:
         ids = [300 + (number * 7919 + at * 31) % 3000 for at in range(LONG_BLOCKS * BLOCK)]
         told = await ask(client, worker.url, Prompt("/v1/completions", {"prompt": ids, "max_tokens": 1}))
         assert told.status == 200, told.text
+
+
+@contextmanager
+def stopped(worker: Worker) -> Iterator[None]:
+    """The worker does nothing meanwhile."""
+    worker.process.send(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        worker.process.send(signal.SIGCONT)
+
+
+async def left_after(seconds: float, request: Coroutine[Any, Any, object]) -> None:
+    """Send the request and go away before it is answered."""
+    task = asyncio.ensure_future(request)
+    done, _ = await asyncio.wait([task], timeout=seconds)
+    assert not done, f"answered within {seconds} s: {task}"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -1,20 +1,19 @@
-"""Real vLLM, real NIXL: a prompt is prefilled by one worker and decoded by another, to a plain worker's very tokens."""
+"""What real vLLM does with a prompt that one worker prefills and another decodes, both legs sent by hand, with real NIXL.
+
+The rules of the sidecar rest on this, and its tests on these workers.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from typing import Any
 
 import aiohttp
 import pytest
 
 from tests.e2e.envoy import until
-from tests.vllm import pairs as paired
 from tests.vllm.following import BLOCK
 from tests.vllm.pairs import (
     EXPIRED,
@@ -26,43 +25,21 @@ from tests.vllm.pairs import (
     computed_by,
     decoded,
     holds_nothing,
+    left_after,
     overwrite,
     prefilled,
     prompt,
     prompts,
     right,
     stepped,
+    stopped,
     transferred,
 )
-from tests.vllm.workers import Worker
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(400)]
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    started = paired.start(tmp_path_factory.mktemp("vllm"))
-    try:
-        yield started
-    finally:
-        started.fleet.stop()
-
-
-@pytest.fixture
-async def client() -> AsyncIterator[aiohttp.ClientSession]:
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(60)) as session:
-        yield session
-
-
-@pytest.fixture
-async def pairs(fleet: Pairs, client: aiohttp.ClientSession) -> Pairs:
-    """With all workers running, whatever the test before did to them."""
-    await fleet.ready(client)
-    return fleet
-
-
-async def test_by_hand_each_pair_gives_a_plain_workers_tokens(pairs: Pairs, client: aiohttp.ClientSession) -> None:
+async def test_each_pair_gives_a_plain_workers_tokens(pairs: Pairs, client: aiohttp.ClientSession) -> None:
     """What the rest builds on: the workers do transfer."""
     for (prefiller, decoder), asked in zip(product(pairs.prefillers, pairs.decoders), prompts(1, 4), strict=True):
         before = transferred(decoder)
@@ -71,7 +48,7 @@ async def test_by_hand_each_pair_gives_a_plain_workers_tokens(pairs: Pairs, clie
         assert transferred(decoder) - before == told.usage["prompt_tokens"]
 
 
-async def test_by_hand_a_prefix_that_a_sibling_holds_is_sent_and_not_computed(
+async def test_a_prefix_that_a_sibling_holds_is_sent_and_not_computed(
     pairs: Pairs, client: aiohttp.ClientSession
 ) -> None:
     """Any worker that may prefill can be the first leg: what it holds already, it computes on neither."""
@@ -88,7 +65,7 @@ async def test_by_hand_a_prefix_that_a_sibling_holds_is_sent_and_not_computed(
     assert computed_by(idle) == computed
 
 
-async def test_by_hand_a_decode_after_the_lease_is_answered_200_with_whatever_is_in_the_blocks(
+async def test_a_decode_after_the_lease_is_answered_200_with_whatever_is_in_the_blocks(
     pairs: Pairs, client: aiohttp.ClientSession
 ) -> None:
     """The control of the lease guard: wrong tokens, and nothing tells but a counter of the prefiller's."""
@@ -104,7 +81,7 @@ async def test_by_hand_a_decode_after_the_lease_is_answered_200_with_whatever_is
 
 
 @pytest.mark.parametrize("left", ["prefilling", "between", "refused", "transferring", "decoding"])
-async def test_by_hand_no_blocks_stay_behind_wherever_a_request_ends(
+async def test_no_blocks_stay_behind_wherever_a_request_ends(
     pairs: Pairs, client: aiohttp.ClientSession, left: str
 ) -> None:
     """Those of a prefill that nobody decodes stay for the lease; all others are given back at once."""
@@ -130,7 +107,7 @@ async def test_by_hand_no_blocks_stay_behind_wherever_a_request_ends(
     assert await stepped(client, prefiller, EXPIRED) - expired == (left == "between")
 
 
-async def test_by_hand_blocks_out_of_reach_are_an_error_or_computed_anew_as_the_decoder_is_told(
+async def test_blocks_out_of_reach_are_an_error_or_computed_anew_as_the_decoder_is_told(
     pairs: Pairs, client: aiohttp.ClientSession
 ) -> None:
     (lost, other), (failing, recomputing) = pairs.prefillers, pairs.decoders
@@ -147,20 +124,3 @@ async def test_by_hand_blocks_out_of_reach_are_an_error_or_computed_anew_as_the_
     assert [one.status for one in told] == [500, 200] * 2
     for one, answer in list(zip(asked, told, strict=True))[1::2]:
         assert answer.tokens == await right(client, pairs, one)
-
-
-@contextmanager
-def stopped(worker: Worker) -> Iterator[None]:
-    """The worker does nothing meanwhile."""
-    worker.process.send(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        worker.process.send(signal.SIGCONT)
-
-
-async def left_after(seconds: float, request: Coroutine[Any, Any, object]) -> None:
-    """Send the request and go away before it is answered."""
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(seconds):
-            await request
