@@ -1,4 +1,4 @@
-"""What real vLLM does with a prompt that one worker prefills and another decodes, both legs sent by hand, with real NIXL.
+"""What real vLLM does, with real NIXL, when one worker prefills a prompt and another decodes it: both legs by hand.
 
 The rules of the sidecar rest on this, and its tests on these workers.
 """
