@@ -13,6 +13,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from click.testing import CliRunner
 
 from epp.cli import main
 from epp.config import read
@@ -210,6 +211,12 @@ def test_standalone_has_the_picker_up_before_envoy_and_down_after_it() -> None:
     for shared in ("/run/kvsteer/ext_proc.sock", "/run/kvsteer/pool.json"):
         assert shared in envoy["data"]["envoy.yaml"]
         assert any(shared in argument for argument in arguments)
+
+
+def test_envoys_file_in_the_chart_is_what_the_command_prints() -> None:
+    asked = ["envoy-config", "--mode", "sidecar", "--profile", "gateway", "--endpoints", "file:/run/kvsteer/pool.json"]
+    printed = CliRunner().invoke(main, asked)
+    assert (CHART / "files/envoy.yaml").read_text() == printed.output, "run `make envoy-files`"
 
 
 def test_another_port_of_envoy_is_in_its_file_its_container_and_the_service() -> None:
