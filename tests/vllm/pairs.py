@@ -186,13 +186,13 @@ async def right(client: aiohttp.ClientSession, pairs: Pairs, asked: Prompt) -> l
     return told.tokens
 
 
-async def holds_nothing(client: aiohttp.ClientSession, worker: Worker) -> None:
+async def holds_nothing(worker: Worker) -> None:
     """Wait until the worker has given back the blocks of all requests, at the latest when their leases are over."""
-    await until(lambda: stepped(client, worker, USAGE), lambda held: held == 0, within_s=LEASE_S * 3)
+    await until(lambda: asyncio.to_thread(worker.metric, USAGE), lambda held: held == 0, within_s=LEASE_S * 3)
 
 
 async def stepped(client: aiohttp.ClientSession, worker: Worker, metric: str) -> float:
-    """A metric after the engine has run: it looks at leases and at what decoders tell then, not while it is idle."""
+    """A metric after the engine has run: it looks at what decoders tell then, not while it is idle."""
     told = await ask(client, worker.url, prompt("step", max_tokens=1))
     assert told.status == 200, told.text
     return await asyncio.to_thread(worker.metric, metric)

@@ -72,7 +72,7 @@ async def test_a_decode_after_the_lease_is_answered_200_with_whatever_is_in_the_
     (prefiller, _), (decoder, _) = pairs.prefillers, pairs.decoders
     asked, before = prompt("late " * 50), await stepped(client, prefiller, EXPIRED_READS)
     params = await prefilled(client, prefiller, asked)
-    await holds_nothing(client, prefiller)
+    await holds_nothing(prefiller)
     await overwrite(client, prefiller)
     told = await decoded(client, decoder, asked, params)
     assert told.status == 200
@@ -103,7 +103,7 @@ async def test_no_blocks_stay_behind_wherever_a_request_ends(
         elif left == "decoding":
             await left_after(0.3, decoded(client, decoder, asked, params))
     for worker in (prefiller, decoder):
-        await holds_nothing(client, worker)
+        await holds_nothing(worker)
     assert await stepped(client, prefiller, EXPIRED) - expired == (left == "between")
 
 
