@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import numpy as np
 
 from bench.timing import cpu_us
 from epp.config import PickerConfig, load_default, read
-from epp.endpoint import Candidates, Endpoint, Pool
+from epp.endpoint import ROLE_LABEL, Candidates, Endpoint, Pool
 from epp.figures import Figure, figure
 from epp.plugin import Floats, InferenceRequest, NoParameters, Scorer
 from epp.registry import Registry, default_registry
@@ -60,7 +61,28 @@ def figures() -> list[Figure]:
             scheduler.schedule(request, pool.candidates(100.0), 0.0)
 
         out.append(figure(f"scheduler/{name}", cpu_us(decide), "us"))
+    out.append(figure("scheduler/pairs, 64 prefill x 64 decode endpoints", cpu_us(_pairing()), "us"))
     return out
+
+
+PAIRS = """
+apiVersion: llm-d.ai/v1alpha1
+kind: EndpointPickerConfig
+plugins: [{type: prefill-filter}, {type: decode-filter}, {type: disagg-profile-handler}]
+schedulingProfiles:
+- {name: prefill, plugins: [{pluginRef: prefill-filter}]}
+- {name: decode, plugins: [{pluginRef: decode-filter}]}
+"""
+
+
+def _pairing() -> Callable[[], object]:
+    """A decision between all pairs, filters, estimates and record included."""
+    pool = make_pool(128)
+    for i, endpoint in enumerate(pool.endpoints):
+        endpoint.labels = {ROLE_LABEL: "prefill" if i < 64 else "decode"}
+    scheduler = Scheduler(read(PAIRS), random=Random(1))
+    request = InferenceRequest("r", Api.CHAT, "m", "m", prompts=(b"x" * 40_000,), prompt_tokens=10_000)
+    return lambda: scheduler.schedule(request, pool.candidates(100.0), 0.0)
 
 
 def _config(*types: str) -> PickerConfig:

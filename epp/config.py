@@ -22,7 +22,7 @@ from epp import field_types
 from epp.decoding import camel, convert, decode
 from epp.document import Node, Problem, Problems, UnreadableFile, join, one_line, parse, read_file, show, unknown
 from epp.model_config import ModelConfig, TokenProducer
-from epp.plugin import DEFAULT_PRODUCERS, Filter, Picker, Plugin, Producer, ProfileHandler, Scorer
+from epp.plugin import DEFAULT_PRODUCERS, Decider, Filter, Picker, Plugin, Producer, ProfileHandler, Scorer
 from epp.registry import Registry, RegistryError, default_registry, roles
 
 API_VERSIONS = ("llm-d.ai/v1alpha1", "inference.networking.x-k8s.io/v1alpha1")
@@ -159,6 +159,7 @@ class _Reader:
         self.read_plugins(self.items(root.value.get("plugins"), "plugins"))
         profiles = self.read_profiles(self.items(root.value.get("schedulingProfiles"), "schedulingProfiles"))
         handler = self.handler(root, profiles)
+        self.check_named(handler, profiles)
         self.warn_of_unused(profiles)
         self.read_other_sections(root)
         producers = self.producers(root)
@@ -384,10 +385,23 @@ class _Reader:
             self.problems.add(root, "schedulingProfiles", f"{DEFAULT_HANDLER} takes one profile, got {len(profiles)}")
         return name
 
+    def check_named(self, handler: str, profiles: list[ProfileConfig]) -> None:
+        """What plugins and the handler name by their parameters must be there."""
+        for plugin in self.plugins.values():
+            for place, name in plugin.cls.references(plugin.parameters).items():
+                self.referenced(name, Node(None, plugin.line), f"{plugin.name}.{place}")
+        chosen = self.plugins.get(handler)
+        if chosen is not None and issubclass(chosen.cls, ProfileHandler):
+            names = {p.name for p in profiles}
+            for name in chosen.cls.needs_profiles(chosen.parameters):
+                if name not in names:
+                    message = f'"{handler}" needs a profile "{name}", which is not there'
+                    self.problems.add(chosen.line, "schedulingProfiles", message)
+
     def warn_of_unused(self, profiles: list[ProfileConfig]) -> None:
         used = {name for p in profiles for name in (*p.filters, *(scorer for scorer, _ in p.scorers), p.picker)}
         for plugin in self.plugins.values():
-            if plugin.name not in used and not issubclass(plugin.cls, Producer | ProfileHandler):
+            if plugin.name not in used and not issubclass(plugin.cls, Producer | ProfileHandler | Decider):
                 self.warn(plugin.line, "plugins", f'"{plugin.name}" is in no profile and decides nothing')
 
     # --- producers ---

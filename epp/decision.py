@@ -80,6 +80,14 @@ class Decision(msgspec.Struct, frozen=True):
     """Who was in question before any filter: available, and inside the gateway's subset."""
     priority: int = 0
     """Of the request, by the InferenceObjective it named."""
+    prefill: Endpoint | None = None
+    """Who computes the prompt; None: the destination."""
+    kind: str = ""
+    """How its stages are spread (`Settled.kind`); "" where the configuration has no stages."""
+    headers: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """Request headers that tell the destination of the others."""
+    notes: Mapping[str, float | str | None] = msgspec.field(default_factory=dict)
+    """What was compared to spread the stages."""
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON-ready values; scores rounded to 6 digits."""
@@ -90,6 +98,9 @@ class Decision(msgspec.Struct, frozen=True):
             "priority": self.priority,
             "at": self.at,
             "endpoints": [e.key for e in self.endpoints],
+            "prefill": self.prefill.key if self.prefill is not None else None,
+            "kind": self.kind,
+            "notes": dict(self.notes),
             "estimate": {
                 "prompt_tokens": self.estimate.prompt_tokens,
                 "cached_tokens": self.estimate.cached_tokens,

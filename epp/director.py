@@ -26,12 +26,13 @@ from epp.api.responses import ResponseReader
 from epp.api.rewriting import Renaming, Rewriter, response_rewriter
 from epp.api.splice import include_usage, rewrite_model
 from epp.decision import Decision
+from epp.disagg.headers import CONTROL
 from epp.endpoint import Candidates, Endpoint, Load, Pool
 from epp.gateway.errors import Rejection, bad_request, too_many_requests, unavailable
 from epp.gateway.ext_proc_events import ResponseHead, Steering, settable
 from epp.kvcache.tokens import Tokenized, Tokens
 from epp.observe.metrics import Metrics, ModelStats
-from epp.plugin import Outcome
+from epp.plugin import PREFILLED_AT, Outcome
 from epp.request import BYTES_PER_TOKEN, Api, Headers, InferenceRequest, RequestHead
 from epp.scheduler import NO_CANDIDATES, Scheduler, Unschedulable
 from epp.signals.health import Health
@@ -124,6 +125,7 @@ class Flight:
         "load",
         "observed",
         "picked_at",
+        "prefill",
         "prompt_bytes",
         "reader",
         "request",
@@ -152,6 +154,8 @@ class Flight:
         self.load: Load | None = load
         """None once it has landed."""
         self.endpoint = load.endpoint
+        self.prefill: Load | None = None
+        """What it weighs on the endpoint that computes its prompt, until the first token is there."""
         self.stats = stats
         self.picked_at = now
         self.prompt_bytes = text_bytes(request)
@@ -326,7 +330,8 @@ class Director:
         steering = Steering(
             addresses=_addresses(decision.endpoints),
             rank=picked.rank if picked.ranks > 1 else None,
-            set_headers={} if REQUEST_ID in request.headers else {REQUEST_ID: request.request_id},
+            set_headers=_told(request, decision),
+            remove_headers=_foreign(request, decision),
             body=body,
             response_headers=self._response_headers(scheduler, request, decision, now),
             response_transform=undoing,
@@ -373,8 +378,15 @@ class Director:
         stats.request_bytes.observe(request.body_bytes)
         if decision.reasons:
             self.metrics.reasons.update(decision.reasons)
-        endpoint = decision.endpoints[0]
-        flight = Flight(request, decision, scheduler, endpoint.acquire(_weight(decision), now), stats, now)
+        endpoint, prefill = decision.endpoints[0], decision.prefill
+        weight = _weight(decision)
+        own = endpoint.acquire(0 if prefill is not None else weight, now)
+        flight = Flight(request, decision, scheduler, own, stats, now)
+        if prefill is not None:
+            flight.prefill = prefill.acquire(weight, now)
+            request.attributes[PREFILLED_AT] = prefill
+        if decision.kind:
+            stats.stages[decision.kind] += 1
         self.health.picked(endpoint, now)
         scheduler.picked(request, decision, now)
         if self.shared is not None:
@@ -467,6 +479,8 @@ class Director:
             flight.first_token_at = now
             if flight.load is not None:
                 flight.load.first_token()
+            if flight.prefill is not None:
+                flight.prefill.release()
 
     def observe(self, key: str) -> Flight | None:
         """A stream that only shows begins: the request it shows, if it is one of ours and on its way."""
@@ -492,6 +506,8 @@ class Director:
         load, flight.load = flight.load, None
         if load is not None:
             load.release()
+            if flight.prefill is not None:
+                flight.prefill.release()
             self._observable.pop(flight.key, None)
             if self.shared is not None:
                 self.shared.ended(flight.shared)
@@ -574,6 +590,17 @@ def _addresses(endpoints: Sequence[Endpoint]) -> tuple[str, ...]:
 def _weight(decision: Decision) -> int:
     """Prompt tokens to be computed, as expected."""
     return max(0, decision.estimate.prompt_tokens - decision.estimate.cached_tokens)
+
+
+def _told(request: InferenceRequest, decision: Decision) -> dict[str, str]:
+    """Request headers toward the worker: the request's id, and who else takes part."""
+    told = {} if REQUEST_ID in request.headers else {REQUEST_ID: request.request_id}
+    return {**told, **decision.headers} if decision.headers else told
+
+
+def _foreign(request: InferenceRequest, decision: Decision) -> tuple[str, ...]:
+    """Control headers that the client sent and the decision does not set."""
+    return tuple(name for name in CONTROL if name in request.headers and name not in decision.headers)
 
 
 def _last_filter(decision: Decision) -> str:

@@ -25,7 +25,19 @@ import msgspec
 import numpy as np
 
 from epp.endpoint import Pool
-from epp.plugin import Candidates, Duration, Endpoint, Floats, Handle, InferenceRequest, Mask, Outcome, Producer, Range
+from epp.plugin import (
+    PREFILLED_AT,
+    Candidates,
+    Duration,
+    Endpoint,
+    Floats,
+    Handle,
+    InferenceRequest,
+    Mask,
+    Outcome,
+    Producer,
+    Range,
+)
 
 _max, _min = np.maximum.reduce, np.minimum.reduce
 """Half the time of the methods `max` and `min`, which call these."""
@@ -143,7 +155,8 @@ class TTFTEstimator(Producer[EstimatorParameters]):
             return
         now, expected = pending.candidates.now, {}
         self._fade(pending.candidates.pool, now)
-        for endpoint in set(endpoints.values()):
+        elsewhere = request.attributes.get(PREFILLED_AT)
+        for endpoint in {elsewhere} if isinstance(elsewhere, Endpoint) else set(endpoints.values()):
             i = pending.candidates.endpoints.index(endpoint)
             uncached, pace = pending.uncached.item(i), pending.pace.item(i)
             prefill_s = uncached * pace

@@ -56,23 +56,17 @@ BUILT_IN: Mapping[str, str] = {
     "openai-parser": _PARSED,
     "vllmgrpc-parser": _PARSED,
     "passthrough-parser": _PARSED,
+    "disagg-headers-handler": "disagg-profile-handler sets the headers",
+    "prefill-header-handler": "disagg-profile-handler sets the headers",
     "utilization-detector": "requests are not refused for saturation",
     "concurrency-detector": "requests are not refused for saturation",
 }
 """Plugin type -> why it may be named and does nothing."""
 
-_PD = "prefill and decode on different workers are not paired by this version"
 _FLOW = "requests are not queued here"
 _SLO = "latency is estimated by expected-ttft-scorer; there is no trained predictor"
 
 ABSENT: Mapping[str, str] = {
-    "disagg-profile-handler": _PD,
-    "pd-profile-handler": _PD,
-    "disagg-headers-handler": _PD,
-    "prefill-header-handler": _PD,
-    "prefix-based-pd-decider": _PD,
-    "always-disagg-pd-decider": _PD,
-    "always-disagg-multimodal-decider": _PD,
     "data-parallel-profile-handler": "every port of a host is an endpoint of its own here, so ranks need no handler",
     "latency-scorer": _SLO,
     "slo-headroom-tier-filter": _SLO,

@@ -26,7 +26,7 @@ from __future__ import annotations
 import builtins
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
@@ -39,6 +39,7 @@ __all__ = [
     "DEFAULT_PRODUCERS",
     "ROLE_LABEL",
     "Candidates",
+    "Decider",
     "Duration",
     "Endpoint",
     "Filter",
@@ -54,6 +55,7 @@ __all__ = [
     "ProfileHandler",
     "Range",
     "Scorer",
+    "Settled",
     "Unit",
 ]
 
@@ -84,6 +86,9 @@ class Unit:
 
 Duration = Annotated[float, Range(min=0), Unit("duration")]
 """Seconds, written in the file as a duration with units: `2s`, `500ms`, `1m30s`."""
+
+PREFILLED_AT = "prefilled-at"
+"""Key of a request's attributes: the endpoint that computes its prompt, where that is not the destination."""
 
 DEFAULT_PRODUCERS: Mapping[str, str] = {
     "precise_match": "precise-prefix-cache-producer",
@@ -142,6 +147,11 @@ class Plugin(Generic[P]):
     `expected_ttft`, `expected_cost`). A producer runs after those that write what it reads, whatever the order in the
     file; where nothing configured writes a field that is read, `DEFAULT_PRODUCERS` names the type that is added."""
 
+    @classmethod
+    def references(cls, parameters: Any) -> Mapping[str, str]:
+        """Other plugins that its parameters name, which must be there: place in them (`deciders.prefill`) -> name."""
+        return {}
+
     def __init__(self, parameters: P, handle: Handle, name: str) -> None:
         self.parameters = parameters
         self.handle = handle
@@ -195,8 +205,41 @@ class Picker(Plugin[P]):
         raise NotImplementedError
 
 
+class Decider(Plugin[P]):
+    """Says whether a request is worth a worker of its own for one of its stages."""
+
+    def splits(self, request: InferenceRequest, endpoint: Endpoint, cached_tokens: float) -> bool:
+        """`endpoint` would decode it, and is believed to hold `cached_tokens` of its prompt."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """What a handler makes of the results of its profiles."""
+
+    endpoints: Mapping[str, Sequence[Endpoint]]
+    """Profile -> its endpoints, best first; a profile that is left out takes no part in the request."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Request headers toward the destination."""
+    prefill: Endpoint | None = None
+    """Who computes the prompt; None: the destination does."""
+    expected_ttft: float | None = None
+    """Seconds to the first token, where other than the destination's own estimate says."""
+    kind: str = ""
+    """`decode-only`, `prefill-decode`, `encode-decode`, `encode-prefill-decode`, `peer-pull`; for metrics."""
+    reasons: tuple[str, ...] = ()
+    """Why it is done in a lesser way."""
+    notes: Mapping[str, float | str | None] = field(default_factory=dict)
+    """What was compared, for the decision's record."""
+
+
 class ProfileHandler(Plugin[P]):
     """Says which profiles run, in what order, and which one's endpoint is the destination."""
+
+    @classmethod
+    def needs_profiles(cls, parameters: Any) -> Sequence[str]:
+        """Profiles that the configuration must have for it. Checked on reading."""
+        return ()
 
     def next_profiles(
         self,
@@ -210,3 +253,15 @@ class ProfileHandler(Plugin[P]):
     def primary(self, results: Mapping[str, Sequence[Endpoint] | None]) -> str | None:
         """The profile whose endpoints are the destination; None when the request cannot be served."""
         raise NotImplementedError
+
+    def settle(
+        self,
+        request: InferenceRequest,
+        candidates: Mapping[str, Candidates],
+        results: Mapping[str, Sequence[Endpoint] | None],
+    ) -> Settled | None:
+        """After the last round: choose among what the profiles left, together. None: each profile's pick stands.
+
+        `candidates`: profile -> those that passed its filters, in the order of its totals' rows.
+        """
+        return None

@@ -19,16 +19,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from epp.plugin import Filter, Picker, Plugin, Producer, ProfileHandler, Scorer
+from epp.plugin import Decider, Filter, Picker, Plugin, Producer, ProfileHandler, Scorer
 
 ENTRY_POINT_GROUP = "kvsteer.plugins"
-SHIPPED = ("scorers", "filters", "epp.pickers", "epp.handlers", "epp.kvcache", "epp.estimate")
+SHIPPED = ("scorers", "filters", "epp.pickers", "epp.handlers", "epp.disagg", "epp.kvcache", "epp.estimate")
 ROLES: dict[str, type[Plugin[Any]]] = {
     "producer": Producer,
     "filter": Filter,
     "scorer": Scorer,
     "picker": Picker,
     "handler": ProfileHandler,
+    "decider": Decider,
 }
 
 PluginClass = type[Plugin[Any]]

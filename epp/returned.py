@@ -18,7 +18,7 @@ import numpy as np
 from epp.endpoint import PRODUCED, Candidates, Endpoint, Floats, Mask
 from epp.guard import Fault
 from epp.kvcache.tier import Tier
-from epp.plugin import Filter, Picker, Producer, ProfileHandler, Scorer
+from epp.plugin import Filter, Picker, Producer, ProfileHandler, Scorer, Settled
 from epp.request import InferenceRequest
 
 
@@ -42,6 +42,25 @@ def primary(handler: ProfileHandler[Any], results: Mapping[str, Sequence[Endpoin
     if primary is not None and primary not in results:
         raise Fault("shape", f"named profile {primary!r:.80}, which did not run")
     return primary
+
+
+def settled(
+    handler: ProfileHandler[Any],
+    request: InferenceRequest,
+    candidates: Mapping[str, Candidates],
+    results: Mapping[str, Sequence[Endpoint] | None],
+) -> Settled | None:
+    """What the handler chose together: endpoints of the profiles' own candidates, or None."""
+    made = handler.settle(request, candidates, results)
+    if made is None:
+        return None
+    if not isinstance(made, Settled):
+        raise Fault("shape", f"settled on {made!r:.80}")
+    for name, endpoints in made.endpoints.items():
+        known = candidates[name].endpoints if name in candidates else ()
+        if not all(endpoint in known for endpoint in endpoints):
+            raise Fault("shape", f"settled on endpoints for {name!r:.80} that its filters did not leave")
+    return made
 
 
 Estimates = tuple[Any, ...]

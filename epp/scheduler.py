@@ -32,7 +32,7 @@ from epp.document import Problem, one_line
 from epp.endpoint import PRODUCED, Candidates, Endpoint, Floats
 from epp.guard import Fault, Faults, Guard, Limits
 from epp.pickers import HowMany, MaxScorePicker
-from epp.plugin import Filter, Handle, Outcome, Picker, Plugin, Producer, ProfileHandler, Scorer
+from epp.plugin import Filter, Handle, Outcome, Picker, Plugin, Producer, ProfileHandler, Scorer, Settled
 from epp.request import InferenceRequest
 
 NO_CANDIDATES = "no-candidates"
@@ -69,6 +69,8 @@ class _Run(msgspec.Struct):
     traces: list[ProfileTrace] = msgspec.field(default_factory=list)
     results: dict[str, Sequence[Endpoint] | None] = msgspec.field(default_factory=dict)
     estimates: dict[str, Estimate] = msgspec.field(default_factory=dict)
+    remaining: dict[str, Candidates] = msgspec.field(default_factory=dict)
+    settled: Settled | None = None
 
 
 class Scheduler:
@@ -105,6 +107,7 @@ class Scheduler:
         self._names = tuple(self._profiles)
         self._handler_guard = self._guards[config.handler]
         self._handler = cast(ProfileHandler[Any], self._handler_guard.plugin)
+        self._settles = type(self._handler).settle is not ProfileHandler.settle
         self._fallback_picker = MaxScorePicker(HowMany(), self.handle, "fallback")
         self._hooks = {
             hook: [(n, g, getattr(g.plugin, hook)) for n, g in self._guards.items() if _overrides(g.plugin, hook)]
@@ -144,6 +147,10 @@ class Scheduler:
             produced = clock()
             primary = self._run_profiles(run)
         endpoints = tuple(run.results[primary] or ()) if primary is not None else ()
+        estimate = run.estimates[primary] if primary is not None and endpoints else Estimate(request.prompt_tokens, 0)
+        settled = run.settled
+        if settled is not None and endpoints:
+            estimate = _settled_estimate(request, candidates, settled, endpoints[0])
         ended = clock()
         decision = Decision(
             request.request_id,
@@ -152,11 +159,15 @@ class Scheduler:
             at,
             endpoints,
             tuple(run.traces),
-            run.estimates[primary] if primary is not None and endpoints else Estimate(request.prompt_tokens, 0),
+            estimate,
             tuple(dict.fromkeys((*request.reasons, *run.reasons))),
             {"produce": produced - started, "profiles": ended - produced, "total": ended - started},
             candidates.endpoints,
         )
+        if settled is not None and endpoints:
+            decision = msgspec.structs.replace(
+                decision, prefill=settled.prefill, kind=settled.kind, headers=settled.headers, notes=settled.notes
+            )
         if not endpoints:
             raise Unschedulable(ALL_FILTERED if len(candidates) else NO_CANDIDATES, decision)
         return decision
@@ -197,11 +208,32 @@ class Scheduler:
                 trace = self._run_profile(self._profiles[name], run)
                 run.traces.append(trace)
                 run.results[name] = trace.chosen or None
+        if self._settles:
+            self._settle(run)
         try:
             return guard.call(now, returned.primary, handler, results)
         except Fault as fault:
             self._note(handler.name, fault, run)
             return next((name for name, endpoints in results.items() if endpoints), None)
+
+    def _settle(self, run: _Run) -> None:
+        """Let the handler choose among the profiles' candidates together; its choice replaces their picks."""
+        try:
+            settled = self._handler_guard.call(
+                run.candidates.now, returned.settled, self._handler, run.request, run.remaining, run.results
+            )
+        except Fault as fault:
+            self._note(self._handler.name, fault, run)
+            return
+        if settled is None:
+            return
+        run.settled = settled
+        run.reasons.extend(settled.reasons)
+        for i, trace in enumerate(run.traces):
+            chosen = tuple(settled.endpoints.get(trace.name) or ())
+            run.results[trace.name] = chosen or None
+            if chosen != trace.chosen:
+                run.traces[i] = msgspec.structs.replace(trace, chosen=chosen)
 
     def _run_profile(self, profile: _Profile, run: _Run) -> ProfileTrace:
         request, remaining, now = run.request, run.candidates, run.candidates.now
@@ -217,6 +249,8 @@ class Scheduler:
                 return ProfileTrace(profile.name, tuple(filters), (), (), np.zeros(0), profile.picker[0], ())
         if remaining is not run.candidates:
             self._freeze(remaining)
+        if self._settles:
+            run.remaining[profile.name] = remaining
         scorers, totals = self._score(profile, remaining, run)
         name, guard, picker = profile.picker
         try:
@@ -331,6 +365,16 @@ def _overrides(plugin: Plugin[Any], hook: str) -> bool:
 
 def _first_endpoints(decision: Decision) -> Mapping[str, Endpoint]:
     return {trace.name: trace.chosen[0] for trace in decision.profiles if trace.chosen}
+
+
+def _settled_estimate(
+    request: InferenceRequest, candidates: Candidates, settled: Settled, endpoint: Endpoint
+) -> Estimate:
+    """What is expected of a request whose prompt another endpoint computes."""
+    at = _estimate(request, candidates, settled.prefill or endpoint)
+    return Estimate(
+        at.prompt_tokens, at.cached_tokens, at.ttft_s if settled.expected_ttft is None else settled.expected_ttft
+    )
 
 
 def _estimate(request: InferenceRequest, candidates: Candidates, endpoint: Endpoint) -> Estimate:

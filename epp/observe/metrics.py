@@ -75,6 +75,7 @@ class ModelStats:
         "requests",
         "response_bytes",
         "running",
+        "stages",
         "ttft",
         "ttft_error",
     )
@@ -83,6 +84,8 @@ class ModelStats:
         self.requests = 0
         self.running = 0
         self.errors: Counter[str] = Counter()
+        self.stages: Counter[str] = Counter()
+        """Decisions by how the stages of the request are spread."""
         self.duration = Histogram(DURATION_S)
         self.ttft = Histogram(TTFT_S)
         self.ttft_error = Histogram(ERROR_RATIO)
@@ -158,6 +161,17 @@ class Metrics(Collector):
         for reason, count in self.reasons.items():
             reasons.add_metric([reason], count)
         yield reasons
+        stages = CounterMetricFamily(
+            "llm_d_inference_scheduler_disagg_decision",
+            "Decisions by how the stages of a request are spread over workers",
+            labels=["model_name", "decision_type"],
+        )
+        spread: Counter[tuple[str, str]] = Counter()
+        for (_, target), stats in self.models.items():
+            spread.update({(target or "unknown", kind): count for kind, count in stats.stages.items()})
+        for names, count in spread.items():
+            stages.add_metric(names, count)
+        yield stages
         for source, read in self.sources.items():
             for name, value in read().items():
                 yield _of_source(source, name, value)
