@@ -177,7 +177,8 @@ async def test_two_that_share_their_picks_serve_on_whatever_becomes_of_redis_and
                     assert lost(tally) == 0, trouble.__name__
                 await two.kill()
                 await more(tally)
-                assert lost(tally) <= CLIENTS
+                # Those that were with it, and those that came before the refused connection was passed over.
+                assert lost(tally) <= 3 * CLIENTS
                 await made.envoy_sees(1)
                 before = lost(tally)
                 await more(tally)
