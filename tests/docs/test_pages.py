@@ -20,6 +20,7 @@ FOREIGN = {
     "--enable-prompt-tokens-details": "vLLM",
     "--max-num-seqs": "vLLM",
     "--kv-events-config": "vLLM",
+    "--kv-transfer-config": "vLLM",
     "--log-level": "envoy",
     "--mode": "envoy",
     "--base-id": "envoy",
