@@ -42,7 +42,7 @@ def test_helm_has_nothing_to_say_against_the_chart() -> None:
 def test_there_is_a_file_of_values_for_each_flavour() -> None:
     gateways = {yaml.safe_load(p.read_text()).get("gateway", {}).get("flavour") for p in VALUES}
     assert {"istio", "envoy-gateway", "kgateway", "agentgateway", "gke"} <= gateways
-    assert {"standalone", "tiered-cache", "wide-ep", "mtp"} <= {p.stem for p in VALUES}
+    assert {"standalone", "prefill-decode", "tiered-cache", "wide-ep", "mtp"} <= {p.stem for p in VALUES}
 
 
 @each_flavour
@@ -94,8 +94,23 @@ def test_the_picker_takes_its_arguments(path: Path) -> None:
     assert context.params["drain_delay"] + context.params["grace"] < picker_pod(path)["terminationGracePeriodSeconds"]
 
 
+@each_flavour
+def test_the_sidecar_takes_its_arguments_and_stands_before_vllm(path: Path) -> None:
+    command = main.get_command(click.Context(main), "sidecar")
+    assert command is not None
+    objects = flavour(path)
+    for sidecar in containers(objects, "sidecar"):
+        context = command.make_context("sidecar", expanded(sidecar))
+        assert sidecar["restartPolicy"] == "Always"
+        assert sidecar["command"][-1] == "sidecar"
+        (vllm,) = (c for c in containers(objects, "vllm") if c["ports"][0]["name"] == "vllm")
+        assert context.params["decoder"] == f"127.0.0.1:{vllm['ports'][0]['containerPort']}"
+        assert f"--port={vllm['ports'][0]['containerPort']}" in vllm["args"]
+    assert bool(containers(objects, "sidecar")) == (path.stem == "prefill-decode")
+
+
 def picker_pod(path: Path) -> dict[str, Any]:
-    (found,) = (spec for _, spec in pod_specs(flavour(path)) if spec.get("serviceAccountName"))
+    (found,) = (spec for _, spec in pod_specs(flavour(path)) if is_picker(spec))
     return found
 
 
@@ -112,8 +127,8 @@ def test_every_configuration_in_it_is_a_good_one(path: Path) -> None:
 @each_flavour
 def test_whom_the_pool_selects_are_its_own_workers_and_the_service_finds_the_picker(path: Path) -> None:
     objects = flavour(path)
-    pickers = [metadata["labels"] for metadata, spec in pod_specs(objects) if spec.get("serviceAccountName")]
-    workers = [metadata["labels"] for metadata, spec in pod_specs(objects) if not spec.get("serviceAccountName")]
+    pickers = [metadata["labels"] for metadata, spec in pod_specs(objects) if is_picker(spec)]
+    workers = [metadata["labels"] for metadata, spec in pod_specs(objects) if not is_picker(spec)]
     (service,) = of_kind(objects, "Service")
     assert all(service["spec"]["selector"].items() <= labels.items() for labels in pickers)
     assert not any(service["spec"]["selector"].items() <= labels.items() for labels in workers)
@@ -123,13 +138,19 @@ def test_whom_the_pool_selects_are_its_own_workers_and_the_service_finds_the_pic
         assert not any(selector.items() <= labels.items() for labels in pickers)
         assert pool["spec"]["endpointPickerRef"]["name"] == service["metadata"]["name"]
         assert pool["spec"]["endpointPickerRef"]["port"]["number"] in {p["port"] for p in service["spec"]["ports"]}
-        for worker in containers(objects, "vllm"):
-            declared = {port["containerPort"] for port in worker["ports"]}
-            assert {port["number"] for port in pool["spec"]["targetPorts"]} <= declared
+        for _, spec in pod_specs(objects):
+            if not is_picker(spec):
+                every = (*spec.get("initContainers", ()), *spec["containers"])
+                declared = {port["containerPort"] for container in every for port in container["ports"]}
+                assert {port["number"] for port in pool["spec"]["targetPorts"]} <= declared
     for hpa in of_kind(objects, "HorizontalPodAutoscaler"):
         target = hpa["spec"]["scaleTargetRef"]
         (scaled,) = (o for o in of_kind(objects, target["kind"]) if o["metadata"]["name"] == target["name"])
         assert "replicas" not in scaled["spec"], "the autoscaler's number would be undone at each upgrade"
+
+
+def is_picker(spec: dict[str, Any]) -> bool:
+    return any(c["name"] == "picker" for c in (*spec.get("initContainers", ()), *spec["containers"]))
 
 
 @each_flavour

@@ -3,7 +3,7 @@
 {{- $w := .worker -}}
 {{- $ports := .root.Values.pool.targetPorts -}}
 - {{ $w.model | quote }}
-- --port={{ first $ports }}
+- --port={{ if $w.sidecar }}{{ add (first $ports) 200 }}{{ else }}{{ first $ports }}{{ end }}
 - --enable-prompt-tokens-details
 {{- if $w.kvEvents }}
 - --kv-events-config={"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5557","replay_endpoint":"tcp://*:5657","buffer_steps":10000}
@@ -54,6 +54,7 @@ llm-d.ai/role: {{ . }}
 {{- define "kvsteer.workerPod" -}}
 {{- $w := .worker -}}
 {{- $ports := .root.Values.pool.targetPorts -}}
+{{- $own := ternary "vllm" "http-0" (not (not $w.sidecar)) }}
 terminationGracePeriodSeconds: 300
 {{- with .root.Values.imagePullSecrets }}
 imagePullSecrets: {{- toYaml . | nindent 2 }}
@@ -63,6 +64,40 @@ nodeSelector: {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with $w.tolerations }}
 tolerations: {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- if $w.sidecar }}
+serviceAccountName: {{ include "kvsteer.name" .root }}-sidecar
+# Up before vLLM, and down after it: what vLLM still answers passes through it.
+initContainers:
+- name: sidecar
+  image: {{ include "kvsteer.image" .root }}
+  imagePullPolicy: {{ .root.Values.image.pullPolicy }}
+  restartPolicy: Always
+  command: [/usr/bin/python3, -m, epp.cli, sidecar]
+  args:
+  - --listen=:{{ first $ports }}
+  - --decoder=127.0.0.1:{{ add (first $ports) 200 }}
+  - --pool-name={{ include "kvsteer.pool" .root }}
+  - --pool-namespace=$(NAMESPACE)
+  - --admin=:9091
+  {{- with $w.sidecarArgs }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+  env:
+  - name: NAMESPACE
+    valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+  ports:
+  - {name: http-0, containerPort: {{ first $ports }}}
+  - {name: sidecar, containerPort: 9091}
+  startupProbe:
+    httpGet: {path: /healthz, port: sidecar}
+    periodSeconds: 1
+    failureThreshold: 60
+  resources:
+    requests: {cpu: 250m, memory: 128Mi}
+    limits: {memory: 1Gi}
+  securityContext: {{- include "kvsteer.containerSecurity" .root | nindent 4 }}
+    runAsUser: 65532
 {{- end }}
 containers:
 - name: vllm
@@ -90,23 +125,27 @@ containers:
   {{- toYaml . | nindent 2 }}
   {{- end }}
   ports:
+  {{- if $w.sidecar }}
+  - {name: vllm, containerPort: {{ add (first $ports) 200 }}}
+  {{- else }}
   {{- range $i, $port := $ports }}
   - {name: http-{{ $i }}, containerPort: {{ $port }}}
+  {{- end }}
   {{- end }}
   {{- if $w.kvEvents }}
   - {name: kv-events, containerPort: 5557}
   - {name: kv-replay, containerPort: 5657}
   {{- end }}
   startupProbe:
-    httpGet: {path: /health, port: http-0}
+    httpGet: {path: /health, port: {{ $own }}}
     periodSeconds: 10
     failureThreshold: 360       # an hour: large models load for long
   livenessProbe:
-    httpGet: {path: /health, port: http-0}
+    httpGet: {path: /health, port: {{ $own }}}
     periodSeconds: 10
     failureThreshold: 6
   readinessProbe:
-    httpGet: {path: /v1/models, port: http-0}
+    httpGet: {path: /v1/models, port: {{ $own }}}
     periodSeconds: 5
     timeoutSeconds: 5
   lifecycle:
