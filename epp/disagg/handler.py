@@ -71,8 +71,9 @@ class DisaggParameters:
     """Bytes a second between two workers, until learned; the default is 100 Gbit/s."""
     transfer_start: Duration = 0.005
     """Seconds of each transfer besides."""
-    admission: Duration = 0.004
-    """Seconds each request at the decoding endpoint delays one that comes with its prompt computed."""
+    decode_load: Duration = 0.01
+    """What each request at an endpoint counts against decoding there, in seconds of the first token: all its tokens
+    come the slower."""
     max_transfers: Annotated[int, Range(min=1)] = 256
     """Transfers on their way at a time; beyond, the link counts as saturated and prompts are computed where decoded."""
     peer_pull: Literal["off", "prefill", "header"] = "off"
@@ -257,14 +258,15 @@ class DisaggProfileHandler(ProfileHandler[DisaggParameters]):
             return self._alone(picked, "decode-cache-full", lesser=True)
         lacking = np.maximum(request.prompt_tokens - decode.cached_tokens, 0.0)
         transfer = self.transfer.seconds(lacking, decode.endpoints, prefill.endpoints)
-        between = transfer + (decode.column("in_flight") * p.admission)[:, None]
+        load_s = _load(decode) * p.decode_load
+        between = transfer + load_s[:, None]
         possible = np.broadcast_to(roomy[:, None], between.shape).copy()
         itself = {e: i for i, e in enumerate(prefill.endpoints)}
         for i, endpoint in enumerate(decode.endpoints):
             if endpoint in itself:
                 possible[i, itself[endpoint]] = False
         prefill_s = _cost(prefill)
-        choice = pairing.choose(_cost(decode), prefill_s, between, possible=possible, gain_s=p.min_gain)
+        choice = pairing.choose(_cost(decode) + load_s, prefill_s, between, possible=possible, gain_s=p.min_gain)
         notes = {"pair_s": choice.pair_s, "alone_s": choice.alone_s}
         if choice.prefill < 0:
             return self._alone(picked, "sooner-alone", notes=notes)
@@ -285,7 +287,8 @@ class DisaggProfileHandler(ProfileHandler[DisaggParameters]):
     def _pull(self, request: InferenceRequest, decode: Candidates, picked: Sequence[Endpoint]) -> Settled:
         """Get the KV from a sibling that holds it, where that is sooner than computing it again."""
         p = self.parameters
-        cached, cost = decode.cached_tokens, _cost(decode)
+        load_s = _load(decode) * p.decode_load
+        cached, cost = decode.cached_tokens, _cost(decode) + load_s
         missing = cached[None, :] - cached[:, None]
         possible = missing >= max(p.min_tokens, 1)
         if not possible.any():
@@ -304,8 +307,8 @@ class DisaggProfileHandler(ProfileHandler[DisaggParameters]):
         else:
             lacking = np.maximum(request.prompt_tokens - cached, 0.0)
             between = self.transfer.seconds(lacking, decode.endpoints, decode.endpoints)
-            between = between + (decode.column("in_flight") * p.admission)[:, None]
-            source_s = cost
+            between = between + load_s[:, None]
+            source_s = _cost(decode)
         # Where there is no room, nothing is decoded soon, however much of the prompt is there.
         alone_s = cost if full.all() else np.where(full, np.inf, cost)
         choice = pairing.choose(alone_s, source_s, between, possible=possible, gain_s=p.min_pull_gain)
@@ -341,6 +344,13 @@ def _with(settled: Settled, endpoints: Mapping[str, Sequence[Endpoint]], told: M
 
 def _row(candidates: Candidates, endpoint: Endpoint) -> int:
     return candidates.endpoints.index(endpoint)
+
+
+def _load(candidates: Candidates) -> Floats:
+    """Requests at each endpoint: the own count, or what its gauges show where that is more."""
+    shown = candidates.column("running") + candidates.column("waiting")
+    load: Floats = np.fmax(candidates.column("in_flight"), shown)
+    return load
 
 
 def _cost(candidates: Candidates) -> Floats:

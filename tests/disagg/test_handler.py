@@ -193,6 +193,20 @@ def test_a_prefix_that_a_busy_peer_holds_is_pulled_where_that_is_sooner(carrier:
     assert decide(made, pool).kind == "decode-only"
 
 
+def test_a_prefix_is_pulled_away_from_a_peer_that_decodes_for_many() -> None:
+    made, pool = scheduler("peerPull: prefill, decodeLoad: 20ms"), workers("", "")
+    asked = request(b"x" * 4 * LONG, prompt_tokens=LONG)
+    first = decide(made, pool, asked)
+    made.picked(asked, first, NOW)
+    made.finished(asked, first.endpoints[0], Outcome(status=200), NOW)
+    holder = first.endpoints[0]
+    assert decide(made, pool).endpoints[0] is holder
+    holder.set("running", 60)
+    pulled = decide(made, pool)
+    assert (pulled.kind, pulled.prefill) == ("peer-pull", holder)
+    assert pulled.endpoints[0] is not holder
+
+
 def test_transfers_are_counted_and_what_they_took_is_learned() -> None:
     pool, made = workers("prefill", "decode"), scheduler()
     pool.endpoints[1].set("running", 400)

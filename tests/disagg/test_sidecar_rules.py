@@ -87,6 +87,18 @@ def test_a_client_cannot_name_where_the_worker_fetches_from() -> None:
     assert json.loads(alone.body)["kv_transfer_params"] is None
 
 
+def test_a_peers_prefill_leg_passes_as_it_is() -> None:
+    """Workers that do both are each behind a sidecar: the leg of one goes through the other's."""
+    leg = bodies.prefill_body(BODY, Api.CHAT)
+    assert bodies.decode_body(leg, None) == leg
+    for fetching in (b"true", b"1", b'"x"'):
+        changed = leg.replace(b'"do_remote_prefill":false', b'"do_remote_prefill":' + fetching)
+        assert json.loads(bodies.decode_body(changed, None))["kv_transfer_params"] is None
+    for bad in (b"[]", b'"x"', b"7"):
+        body = b'{"kv_transfer_params":' + bad + b"}"
+        assert bodies.decode_body(body, None) == b'{"kv_transfer_params":null}'
+
+
 def test_what_the_prefiller_hands_over_goes_on_byte_for_byte_with_its_count_of_cached_tokens() -> None:
     asked = exchange()
     call = asked.start()

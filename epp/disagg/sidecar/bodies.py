@@ -7,6 +7,7 @@ keep), and the decode leg's: the client's own bytes but for `kv_transfer_params`
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import msgspec
 from msgspec import Raw
@@ -54,12 +55,20 @@ class _Kept(msgspec.Struct):
     remote_prefill_cached_tokens: int | None = None
 
 
+class _Fetching(msgspec.Struct):
+    do_remote_prefill: Any = None
+    remote_host: Any = None
+    remote_engine_id: Any = None
+    remote_kv_source: Any = None
+
+
 class _Answer(msgspec.Struct):
     kv_transfer_params: Raw = Raw()
     usage: Raw = Raw()
 
 
 _holder = msgspec.json.Decoder(_Holder).decode
+_fetching = msgspec.json.Decoder(_Fetching).decode
 _answer = msgspec.json.Decoder(_Answer).decode
 _usage = msgspec.json.Decoder(_Usage | None).decode
 _kept = msgspec.json.Decoder(_Kept).decode
@@ -81,22 +90,33 @@ def prefill_body(body: bytes, api: Api) -> bytes:
 
 
 def decode_body(body: bytes, params: bytes | None) -> bytes:
-    """The client's bytes with `params` as its `kv_transfer_params`; None: without any of its own.
+    """The client's bytes with `params` as its `kv_transfer_params`; None: without any that would fetch blocks.
 
-    A client that could name them would have the worker fetch memory from whatever host it likes.
+    A client that could name them would have the worker fetch memory from whatever host it likes. What only asks to keep
+    blocks for another one stays: it is a peer's prefill leg.
     """
     try:
-        span = span_of(body, _holder(body).kv_transfer_params)
+        given = _holder(body).kv_transfer_params
     except (msgspec.DecodeError, RecursionError):
         return body  # the worker says what is wrong with it
+    span = span_of(body, given)
+    if params is None and (span is None or _only_keeps(bytes(given))):
+        return body
     if span is not None:
         return splice(body, span, params or b"null")
-    if params is None:
-        return body
+    assert params is not None
     opening = _OPENING.match(body)
     assert opening is not None  # it was decoded as an object
     at = body.index(b"{", opening.start()) + 1
     return splice(body, (at, at), b'"%s":%s%s' % (KV.encode(), params, b"" if opening[1] else b","))
+
+
+def _only_keeps(params: bytes) -> bool:
+    try:
+        asked = _fetching(params)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return not (asked.do_remote_prefill or asked.remote_host or asked.remote_engine_id or asked.remote_kv_source)
 
 
 def handed_over(answer: bytes) -> tuple[bytes, int | None] | None:
