@@ -25,6 +25,7 @@ from bench import (
     ext_proc_micro,
     index_micro,
     kv_micro,
+    replicas_micro,
     scheduler_micro,
     tokens_micro,
 )
@@ -45,6 +46,7 @@ MICRO = {
     "tokens": tokens_micro.figures,
     "events": events_micro.figures,
     "exchange": exchange_micro.figures,
+    "replicas": replicas_micro.figures,
 }
 """Measured inside this process, cheapest first."""
 END_TO_END = "end_to_end"
