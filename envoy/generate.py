@@ -1,5 +1,5 @@
-"""Write the shipped Envoy files: one per mode and profile, exactly what `kvsteer envoy-config` prints by default, and
-the one that the Helm chart puts into a pod with a picker: gateway profile, the pool by the picker's file.
+"""Write the shipped Envoy files: one per mode and profile, exactly what `kvsteer envoy-config` prints by default, the
+one for decode workers, and the one that the Helm chart puts into a pod with a picker.
 
 Run as `python envoy/generate.py`; a test compares the files with what this would write.
 """
@@ -21,6 +21,7 @@ def shipped() -> Iterator[tuple[Path, str]]:
     for mode in Mode:
         for profile in Profile:
             yield HERE / f"{mode}-{profile}.yaml", render(defaults(mode, profile))
+    yield HERE / "decode-sidecar.yaml", render(defaults(Mode.SIDECAR, Profile.FAST, decode=True))
     pool = EndpointsFile("/run/kvsteer/pool.json")
     yield CHART_FILE, render(defaults(Mode.SIDECAR, Profile.GATEWAY, endpoints=pool))
 

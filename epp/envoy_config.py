@@ -164,6 +164,8 @@ UNLIMITED = 100_000
 MAX_CONNECTIONS = 50_000
 CONNECT_TIMEOUT = timedelta(seconds=1)
 MESSAGE_TIMEOUT = timedelta(seconds=10)
+PREFILL_TIMEOUT = timedelta(hours=1)
+"""The sidecar holds a request for its prefill legs and limits those itself."""
 STREAM_IDLE_TIMEOUT = timedelta(hours=1)
 WORKER_IDLE_TIMEOUT = timedelta(seconds=4)
 """Shorter than uvicorn's keep-alive of 5 s, so that Envoy, not the worker, closes an idle connection."""
@@ -222,7 +224,7 @@ def _listener(options: EnvoyOptions) -> Listener:
         early_header_mutation_extensions=[
             _extension(
                 "envoy.http.early_header_mutation.header_mutation",
-                HeaderMutation(mutations=[HeaderMutationEntry(remove=name) for name in CONTROL_HEADERS]),
+                HeaderMutation(mutations=[HeaderMutationEntry(remove=name) for name in _not_taken(options)]),
             )
         ],
         route_config=RouteConfiguration(
@@ -231,7 +233,7 @@ def _listener(options: EnvoyOptions) -> Listener:
                     name="all",
                     domains=["*"],
                     request_body_buffer_limit=BODY_LIMIT_BYTES,
-                    response_headers_to_add=_session_header(options),
+                    response_headers_to_add=_told_header(options),
                     routes=_routes(options),
                 )
             ]
@@ -256,11 +258,17 @@ def _listener(options: EnvoyOptions) -> Listener:
     )
 
 
+def _not_taken(options: EnvoyOptions) -> Sequence[str]:
+    """What a client may not set. Beside a decode worker the client is the gateway, which says who prefills."""
+    return [name for name in CONTROL_HEADERS if not options.decode or name.startswith(DESTINATION)]
+
+
 def _routes(options: EnvoyOptions) -> list[Route]:
     """To the pool, gRPC over HTTP/2, the rest over HTTP/1.1, with retries where those are safe."""
 
     def route(match: RouteMatch, cluster: str, *, retry: bool = True) -> Route:
-        policy = _retry_policy(options) if retry else None
+        # A hand-over is fetched once: the decode leg is not sent a second time.
+        policy = _retry_policy(options) if retry and not options.decode else None
         return Route(match=match, route=RouteAction(cluster=cluster, timeout=timedelta(0), retry_policy=policy))
 
     routes = [
@@ -310,7 +318,7 @@ def _http_filters(options: EnvoyOptions, mode: ProcessingMode, *, observe: bool)
         grpc_service=_picker_service(),
         failure_mode_allow=options.failure_mode is FailureMode.OPEN,
         status_on_error=HttpStatus(code=StatusCode.ServiceUnavailable),
-        message_timeout=MESSAGE_TIMEOUT,
+        message_timeout=PREFILL_TIMEOUT if options.decode else MESSAGE_TIMEOUT,
         metadata_options=MetadataOptions(
             receiving_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE]),
             forwarding_namespaces=MetadataOptionsMetadataNamespaces(untyped=[LB_NAMESPACE, SUBSET_NAMESPACE]),
@@ -370,13 +378,14 @@ def _first_of_list() -> HeaderToMetadata:
     )
 
 
-def _session_header(options: EnvoyOptions) -> list[HeaderValueOption]:
-    """Without a response phase the session token reaches the client through the pick's metadata."""
+def _told_header(options: EnvoyOptions) -> list[HeaderValueOption]:
+    """Without a response phase what the client is told reaches it through the metadata that came with the pick."""
     if options.profile is Profile.GATEWAY:
         return []
+    name = "x-kvsteer-disaggregation" if options.decode else "x-session-token"
     return [
         HeaderValueOption(
-            header=HeaderValue(key="x-session-token", value=f"%DYNAMIC_METADATA({LB_NAMESPACE}:x-session-token)%"),
+            header=HeaderValue(key=name, value=f"%DYNAMIC_METADATA({LB_NAMESPACE}:{name})%"),
             append_action=HeaderValueOptionHeaderAppendAction.OVERWRITE_IF_EXISTS_OR_ADD,
         )
     ]

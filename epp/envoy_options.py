@@ -130,6 +130,8 @@ class EnvoyOptions:
     usage: bool = False
     """A second, observing ext_proc filter that shows the picker the response (fast profile only)."""
     picker_tls: bool = False
+    decode: bool = False
+    """Beside a decode worker: the "picker" is `kvsteer sidecar --ext-proc` (mode sidecar, profile fast only)."""
     picker_ca: str = ""
     """A file of CA certificates that the picker's certificate must chain to; empty: any certificate is taken."""
 
@@ -138,6 +140,10 @@ class EnvoyOptions:
             raise ValueError("failure mode open needs listed endpoints: an unlisted pool has no worker to fall back to")
         if self.usage and self.profile is Profile.GATEWAY:
             raise ValueError("usage is for the fast profile: the gateway profile shows responses to the picker anyway")
+        if self.decode and (self.mode, self.profile, self.usage) != (Mode.SIDECAR, Profile.FAST, False):
+            raise ValueError("a decode sidecar has mode sidecar, profile fast, and needs no usage")
+        if self.decode and not self.endpoints:
+            raise ValueError("a decode sidecar has its own worker, which must be listed")
         if self.picker_ca and not self.picker_tls:
             raise ValueError("a picker CA without picker TLS would verify nothing")
         if not (is_ip(self.admin.host) and ipaddress.ip_address(self.admin.host).is_loopback):
@@ -158,23 +164,33 @@ def defaults(
     usage: bool = False,
     picker_tls: bool = False,
     picker_ca: str = "",
+    decode: bool = False,
 ) -> EnvoyOptions:
-    """Options with everything unsaid filled in: a sidecar lists two local workers, a listed pool fails open.
+    """Options with everything unsaid filled in: a sidecar lists two local workers, a listed pool fails open; a decode
+    sidecar lists its worker and fails closed, since without it a client's own hand-over would reach that.
 
     Raises ValueError where the options contradict each other.
     """
     sidecar = mode is Mode.SIDECAR
-    if endpoints is None:
+    if endpoints is None and decode:
+        endpoints = (HostPort("127.0.0.1", 8001),)
+    elif endpoints is None:
         endpoints = (HostPort("127.0.0.1", 8000), HostPort("127.0.0.1", 8001)) if sidecar else ()
     return EnvoyOptions(
         mode=mode,
         profile=profile,
-        listen=listen or HostPort("0.0.0.0", 8080),
-        picker=picker or (UnixSocket("/run/kvsteer/ext_proc.sock") if sidecar else HostPort("127.0.0.1", 9002)),
+        listen=listen or HostPort("0.0.0.0", 8000 if decode else 8080),
+        picker=picker
+        or (
+            UnixSocket(f"/run/kvsteer/{'decode' if decode else 'ext_proc'}.sock")
+            if sidecar
+            else HostPort("127.0.0.1", 9002)
+        ),
         admin=admin or HostPort("127.0.0.1", 9901),
         endpoints=endpoints,
-        failure_mode=failure_mode or (FailureMode.OPEN if endpoints else FailureMode.CLOSED),
+        failure_mode=failure_mode or (FailureMode.OPEN if endpoints and not decode else FailureMode.CLOSED),
         usage=usage,
         picker_tls=picker_tls,
         picker_ca=picker_ca,
+        decode=decode,
     )

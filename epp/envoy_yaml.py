@@ -32,7 +32,7 @@ NOTES = {
     "headers": "No retry of a request with trailers: Envoy would send its full-duplex body twice (envoy issue 45470).",
     "retry_policy": "Tried again only if the request has not left: one that kills a worker must not kill the next.",
     "retry_host_predicate": "A retry goes to the next endpoint of the picker's list, not to the one that failed.",
-    "response_headers_to_add": "Session affinity: the token the picker left in the metadata, if it left one.",
+    "response_headers_to_add": "What the picker left in the metadata for the client, if it left anything.",
     "failure_mode_allow": "true: serve without the picker (fail-open); false: an error without it (fail-closed).",
     "status_on_error": "To a client, a picker that is gone is a 503, not the 500 of Envoy's default.",
     "message_timeout": "Envoy's default is 200 ms. Not enforced while a full-duplex body is held.",
@@ -86,6 +86,8 @@ def command_line(options: EnvoyOptions) -> str:
     words.append(f"--admin {show(options.admin)}")
     words.append(f"--endpoints {_show_endpoints(options.endpoints)}")
     words.append(f"--failure-mode {options.failure_mode}")
+    if options.decode:
+        words.append("--decode-sidecar")
     if options.usage:
         words.append("--usage")
     if options.picker_tls:
@@ -121,6 +123,8 @@ def _head(options: EnvoyOptions) -> Iterator[str]:
         FailureMode.OPEN: "open: without the picker, requests go round robin to the listed endpoints.",
         FailureMode.CLOSED: "closed: without the picker, requests are answered with an error.",
     }
+    if options.decode:
+        yield "# Beside a decode worker: the picker below is `kvsteer sidecar --ext-proc`, as docs/sidecar.md says."
     yield "# Envoy in front of LLM workers steered by kvsteer. Every setting is explained in docs/envoy.md."
     yield "#"
     yield f"#   mode     {modes[options.mode]}"

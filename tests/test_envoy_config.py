@@ -31,6 +31,7 @@ from epp.envoy_options import (
 from epp.envoy_yaml import NOTES, render
 
 ROOT = Path(__file__).parent.parent
+DECODE = "decode-sidecar.yaml"
 SHIPPED = sorted((ROOT / "envoy").glob("*.yaml"))
 LISTED = (HostPort("127.0.0.1", 8000), HostPort("::1", 8000))
 
@@ -76,7 +77,9 @@ def test_shipped_file_is_what_the_command_prints_by_default(mode: Mode, profile:
 
 
 def test_no_file_is_shipped_that_nothing_writes() -> None:
-    assert {p.name for p in SHIPPED} == {f"{mode}-{profile}.yaml" for mode in Mode for profile in Profile}
+    assert {p.name for p in SHIPPED} - {DECODE} == {f"{mode}-{profile}.yaml" for mode in Mode for profile in Profile}
+    code, output = envoy_config("--mode", "sidecar", "--profile", "fast", "--decode-sidecar")
+    assert (code, (ROOT / "envoy" / DECODE).read_text()) == (0, output)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +114,18 @@ def test_the_head_names_the_command_that_prints_the_file_again() -> None:
     command = text.partition("# Printed by:\n")[2].partition("# Check")[0].replace("\\\n", "").replace("#", "")
     assert command.split()[:2] == ["kvsteer", "envoy-config"]
     assert envoy_config(*command.split()[2:]) == (0, text)
+
+
+def test_beside_a_decode_worker_who_prefills_is_heard_and_a_hand_over_is_sent_once() -> None:
+    tree = parsed(defaults(Mode.SIDECAR, Profile.FAST, decode=True))
+    (mutations,) = find(tree, "mutations")
+    assert "x-prefiller-host-port" not in {m["remove"] for m in mutations}
+    (virtual_hosts,) = find(tree, "virtual_hosts")
+    assert list(find(virtual_hosts, "retry_policy")) == []
+    with pytest.raises(ValueError, match="must be listed"):
+        defaults(Mode.SIDECAR, Profile.FAST, decode=True, endpoints=())
+    with pytest.raises(ValueError, match="profile fast"):
+        defaults(Mode.SIDECAR, Profile.GATEWAY, decode=True)
 
 
 def test_every_note_is_printed_somewhere() -> None:

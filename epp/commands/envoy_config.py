@@ -41,6 +41,7 @@ from epp.envoy_options import FailureMode, HostPort, Mode, Profile, defaults, pa
     help="Without the picker: any listed endpoint (open) or an error.  [default: open with --endpoints]",
 )
 @click.option("--usage", is_flag=True, help="fast only: show responses to the picker (`serve --observe-responses`).")
+@click.option("--decode-sidecar", is_flag=True, help="Beside a decode worker, for `kvsteer sidecar --ext-proc`.")
 @click.option("--picker-tls", is_flag=True, help="TLS to the picker, verified only with --picker-ca.")
 @click.option("--picker-ca", metavar="FILE", default="", help="CA certificates for --picker-tls.")
 def command(
@@ -52,6 +53,7 @@ def command(
     admin: str | None,
     failure_mode: str | None,
     usage: bool,
+    decode_sidecar: bool,
     picker_tls: bool,
     picker_ca: str,
 ) -> None:
@@ -66,6 +68,7 @@ def command(
             endpoints=parse_endpoints(endpoints) if endpoints else None,
             failure_mode=FailureMode(failure_mode) if failure_mode else None,
             usage=usage,
+            decode=decode_sidecar,
             picker_tls=picker_tls,
             picker_ca=picker_ca,
         )

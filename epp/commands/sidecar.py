@@ -1,4 +1,4 @@
-"""`kvsteer sidecar`: the reverse proxy beside a decode worker."""
+"""`kvsteer sidecar`: the reverse proxy beside a decode worker, or what an Envoy there asks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from random import Random
 import click
 
 from epp.cluster_options import cluster_options
+from epp.disagg.sidecar.caller import CallerSettings
 from epp.disagg.sidecar.exchange import Rules
 from epp.disagg.sidecar.proxy import ProxySettings
 from epp.disagg.sidecar.service import Settings, Sidecar, Targets
@@ -21,6 +22,7 @@ from epp.discovery.kubernetes.cluster import Cluster, ClusterSettings
 from epp.discovery.kubernetes.credentials import AccessError
 from epp.discovery.membership import Discovery
 from epp.discovery.static import StaticDiscovery
+from epp.gateway.listen import AddressError
 from epp.number_types import seconds
 
 SECONDS = seconds()
@@ -30,6 +32,12 @@ LEGS = click.Choice(["prefiller", "decoder"])
 
 @click.command(name="sidecar", short_help="Run the proxy beside a decode worker: prefill elsewhere, decode here.")
 @click.option("--listen", default=":8000", show_default=True, help="[host:]port of HTTP; :port is all interfaces.")
+@click.option(
+    "--ext-proc",
+    default="",
+    metavar="unix:/PATH|HOST:PORT",
+    help="Serve an Envoy here (envoy/decode-sidecar.yaml) instead; --listen and --decoder are then Envoy's.",
+)
 @click.option("--decoder", default="127.0.0.1:8001", show_default=True, help="host:port of the local worker.")
 @click.option(
     "--prefiller",
@@ -74,6 +82,7 @@ LEGS = click.Choice(["prefiller", "decoder"])
 def command(
     *,
     listen: str,
+    ext_proc: str,
     decoder: str,
     prefillers: tuple[str, ...],
     endpoints_file: Path | None,
@@ -128,17 +137,15 @@ def command(
             margin_s=lease_margin,
             prefill_timeout_s=prefill_timeout,
         )
+        legs = CallerSettings(rules, _context("prefiller", tls, ca_file, tls_skip_verify), max_prefills)
         proxy = ProxySettings(
-            rules,
             decoder=decoder,
             decoder_tls=_context("decoder", tls, ca_file, tls_skip_verify),
-            prefiller_tls=_context("prefiller", tls, ca_file, tls_skip_verify),
             max_body_bytes=max_request_bytes,
-            max_prefills=max_prefills,
             recount=recount_usage,
         )
         page = _listen("--admin", admin, "127.0.0.1") if admin else None
-        settings = Settings(proxy, targets, sources, host, port, page, drain_delay, grace)
+        settings = Settings(legs, proxy, targets, sources, host, port, ext_proc, page, drain_delay, grace)
         try:
             await Sidecar(settings).run()
         finally:
@@ -150,7 +157,7 @@ def command(
     except EndpointFileError as error:
         click.echo(str(error), err=True)
         sys.exit(2)
-    except ValueError as error:
+    except (ValueError, AddressError) as error:
         raise click.UsageError(str(error)) from error
     except AccessError as error:
         raise click.ClickException(str(error)) from error

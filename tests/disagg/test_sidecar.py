@@ -6,8 +6,9 @@ import asyncio
 import json
 import signal
 import sys
+import tempfile
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ import pytest
 from click.testing import CliRunner
 
 from epp.cli import main
+from epp.envoy_options import HostPort, Mode, Profile, UnixSocket, defaults
 from tests.disagg import fakes
 from tests.disagg.fakes import EVENTS, Worker
-from tests.e2e.envoy import until
+from tests.e2e.envoy import running_envoy, until
 from tests.ports import free_port
 
 CHAT = "/v1/chat/completions"
+BOTH = pytest.mark.parametrize("flavour", ["standalone", "envoy"])
 STREAM = b'{"model":"m",  "stream":true,"stream_options":{"include_usage":true},"n":1,"messages":[]}'
 
 
@@ -54,23 +57,43 @@ class Setup:
         return {labels.removeprefix(name): float(value) for labels, _, value in pairs}
 
 
+async def _status(client: aiohttp.ClientSession, url: str) -> int:
+    async with client.get(url) as response:
+        return response.status
+
+
 @asynccontextmanager
-async def setup(folder: Path, *args: str, prefillers: int = 2) -> AsyncIterator[Setup]:
+async def setup(folder: Path, flavour: str, *args: str, prefillers: int = 2) -> AsyncIterator[Setup]:
+    """`flavour`: `standalone`, or `envoy` for an Envoy that asks the sidecar over a Unix socket."""
     port, admin, log = free_port(), free_port(), folder / "sidecar.log"
+    short = tempfile.TemporaryDirectory(prefix="kvsteer-")  # a socket's path has 107 bytes at most
+    socket = f"{short.name}/decode.sock"
     prefill = [fakes.running("prefill") for _ in range(prefillers)]
     workers = [await p.__aenter__() for p in prefill]
-    async with fakes.running("decode") as decode, aiohttp.ClientSession() as client:
+    async with AsyncExitStack() as stack:
+        stack.callback(short.cleanup)
+        decode = await stack.enter_async_context(fakes.running("decode"))
+        client = await stack.enter_async_context(aiohttp.ClientSession())
+        where = ["--ext-proc", f"unix:{socket}"] if flavour == "envoy" else ["--listen", f"127.0.0.1:{port}"]
         told = [f"--prefiller={w.address}" for w in workers]
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "epp.cli", "sidecar", "--listen", f"127.0.0.1:{port}"),
+                *(sys.executable, "-m", "epp.cli", "sidecar", *where),
                 *("--decoder", decode.address, "--admin", str(admin), *told, *args),
                 stdout=output,
                 stderr=output,
             )
         try:
             await until(lambda: asyncio.sleep(0, log.read_text()), lambda text: "serving on" in text)
-            yield Setup(workers, decode, f"http://127.0.0.1:{port}", f"http://127.0.0.1:{admin}", process, client, log)
+            url = f"http://127.0.0.1:{port}"
+            if flavour == "envoy":
+                worker = HostPort.parse(decode.address)
+                options = defaults(
+                    Mode.SIDECAR, Profile.FAST, decode=True, picker=UnixSocket(socket), endpoints=(worker,)
+                )
+                url = (await stack.enter_async_context(running_envoy(options))).url
+                await until(lambda: _status(client, f"{url}/health"), lambda status: status == 200)
+            yield Setup(workers, decode, url, f"http://127.0.0.1:{admin}", process, client, log)
         finally:
             if process.returncode is None:
                 process.kill()
@@ -80,10 +103,11 @@ async def setup(folder: Path, *args: str, prefillers: int = 2) -> AsyncIterator[
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions?x=a%20b", "/v1/responses", "/v1/messages"])
+@BOTH
 async def test_a_prompt_is_computed_where_the_picker_said_and_the_answer_streams_through(
-    tmp_path: Path, path: str
+    tmp_path: Path, flavour: str, path: str
 ) -> None:
-    async with setup(tmp_path) as made:
+    async with setup(tmp_path, flavour) as made:
         status, body, headers = await made.ask(path=path)
         assert (status, headers["x-kvsteer-disaggregation"]) == (200, "prefill-decode")
         assert headers["x-worker"] == made.decode.address
@@ -100,7 +124,7 @@ async def test_a_prompt_is_computed_where_the_picker_said_and_the_answer_streams
 
 async def test_the_client_sees_the_prefillers_count_of_cached_tokens(tmp_path: Path) -> None:
     """Bug case: the decoding worker counts all that it pulled as cached."""
-    async with setup(tmp_path) as made:
+    async with setup(tmp_path, "standalone") as made:
         _, events, _ = await made.ask()
         assert b'"cached_tokens":4' in events
         assert b'"cached_tokens":9' not in events
@@ -110,8 +134,9 @@ async def test_the_client_sees_the_prefillers_count_of_cached_tokens(tmp_path: P
         assert b'"cached_tokens":9' in alone[1]
 
 
-async def test_a_request_without_a_prefiller_and_other_paths_pass_as_they_are(tmp_path: Path) -> None:
-    async with setup(tmp_path) as made:
+@BOTH
+async def test_a_request_without_a_prefiller_and_other_paths_pass_as_they_are(tmp_path: Path, flavour: str) -> None:
+    async with setup(tmp_path, flavour) as made:
         for path, body in ((CHAT, STREAM), ("/v1/embeddings", b'{"input":"x"}'), ("/other", b"\x00raw")):
             await made.ask(body, path, named="" if path == CHAT else None)
             assert made.decode.asked[-1].body == body
@@ -122,8 +147,11 @@ async def test_a_request_without_a_prefiller_and_other_paths_pass_as_they_are(tm
         assert made.decode.asked[-1].headers["content-type"] == "application/json"
 
 
-async def test_failures_of_prefillers_lead_to_the_next_and_then_to_the_worker_alone(tmp_path: Path) -> None:
-    async with setup(tmp_path) as made:
+@BOTH
+async def test_failures_of_prefillers_lead_to_the_next_and_then_to_the_worker_alone(
+    tmp_path: Path, flavour: str
+) -> None:
+    async with setup(tmp_path, flavour) as made:
         one, two = made.prefill
         one.status = 503
         assert (await made.ask())[2]["x-kvsteer-disaggregation"] == "prefill-decode"
@@ -142,32 +170,35 @@ async def test_failures_of_prefillers_lead_to_the_next_and_then_to_the_worker_al
         assert (await made.metric("kvsteer_sidecar_prefills_total"))['{ended="503"}'] == 2
 
 
-async def test_a_prefiller_that_hangs_is_given_up_in_time(tmp_path: Path) -> None:
-    async with setup(tmp_path, "--prefill-timeout=0.3") as made:
+@BOTH
+async def test_a_prefiller_that_hangs_is_given_up_in_time(tmp_path: Path, flavour: str) -> None:
+    async with setup(tmp_path, flavour, "--prefill-timeout=0.3") as made:
         for worker in made.prefill:
             worker.hold = asyncio.Event()
         assert (await made.ask())[2]["x-kvsteer-disaggregation"] == "decode-only; prefill-timeout"
         await until(lambda: asyncio.sleep(0, [w.left for w in made.prefill]), lambda left: left == [1, 1])
 
 
-async def test_a_decoding_worker_that_refuses_is_not_given_a_second_prefill(tmp_path: Path) -> None:
+@BOTH
+async def test_a_decoding_worker_that_refuses_is_not_given_a_second_prefill(tmp_path: Path, flavour: str) -> None:
     """Bug case: blind retries fill the prefill worker's cache with blocks that nobody fetches."""
-    async with setup(tmp_path) as made:
+    async with setup(tmp_path, flavour) as made:
         made.decode.status = 400
         assert (await made.ask())[0] == 400
         assert (len(made.prefill[0].asked), len(made.prefill[1].asked), len(made.decode.asked)) == (1, 0, 1)
 
 
 async def test_a_worker_that_is_down_is_a_503_with_words_and_a_time(tmp_path: Path) -> None:
-    async with setup(tmp_path, "--decoder", f"127.0.0.1:{free_port()}") as made:
+    async with setup(tmp_path, "standalone", "--decoder", f"127.0.0.1:{free_port()}") as made:
         status, body, headers = await made.ask()
         assert (status, headers["retry-after"]) == (503, "1")
         assert json.loads(body)["error"]["message"] == "the worker does not take connections"
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
-async def test_a_client_that_leaves_takes_the_running_leg_along(tmp_path: Path, leg: str) -> None:
-    async with setup(tmp_path) as made:
+@BOTH
+async def test_a_client_that_leaves_takes_the_running_leg_along(tmp_path: Path, flavour: str, leg: str) -> None:
+    async with setup(tmp_path, flavour) as made:
         worker = made.prefill[0] if leg == "prefill" else made.decode
         worker.hold = asyncio.Event()
         asking = asyncio.create_task(made.ask())
@@ -178,16 +209,20 @@ async def test_a_client_that_leaves_takes_the_running_leg_along(tmp_path: Path, 
         await until(lambda: made.metric("kvsteer_sidecar_running_requests"), lambda m: m == {"": 0.0})
 
 
-async def test_who_is_not_listed_is_never_asked(tmp_path: Path) -> None:
-    async with setup(tmp_path) as made, fakes.running("prefill") as stranger:
+@BOTH
+async def test_who_is_not_listed_is_never_asked(tmp_path: Path, flavour: str) -> None:
+    async with setup(tmp_path, flavour) as made, fakes.running("prefill") as stranger:
         status, _, _ = await made.ask(named=stranger.address)
         assert (status, stranger.asked, made.decode.asked) == (403, [], [])
         assert (await made.ask(named="169.254.169.254:80"))[0] == 403
 
 
-async def test_blocks_that_lay_unfetched_for_longer_than_their_lease_are_computed_again(tmp_path: Path) -> None:
+@BOTH
+async def test_blocks_that_lay_unfetched_for_longer_than_their_lease_are_computed_again(
+    tmp_path: Path, flavour: str
+) -> None:
     """The process is stopped while the prefiller answers, and goes on when the lease is over: vLLM would answer 200."""
-    async with setup(tmp_path, "--lease=2", "--lease-margin=0.5") as made:
+    async with setup(tmp_path, flavour, "--lease=2", "--lease-margin=0.5") as made:
         worker = made.prefill[0]
         worker.hold = asyncio.Event()
         asking = asyncio.create_task(made.ask())
@@ -202,12 +237,12 @@ async def test_blocks_that_lay_unfetched_for_longer_than_their_lease_are_compute
         assert (await made.metric("kvsteer_sidecar_prefills_total"))['{ended="lease-over"}'] == 1
 
 
-async def test_health_is_the_workers_own_until_it_drains_and_what_runs_ends_well(tmp_path: Path) -> None:
-    async with setup(tmp_path, "--drain-delay=1") as made:
+@BOTH
+async def test_health_is_the_workers_own_until_it_drains_and_what_runs_ends_well(tmp_path: Path, flavour: str) -> None:
+    async with setup(tmp_path, flavour, "--drain-delay=1") as made:
 
         async def health() -> int:
-            async with made.client.get(f"{made.url}/health") as response:
-                return response.status
+            return await _status(made.client, f"{made.url}/health")
 
         assert await health() == 200
         made.decode.status = 500
