@@ -36,6 +36,8 @@ TOLD = "x-kvsteer-disaggregation"
 """Request header with which a client asks how its request was spread, and the response header that tells."""
 TICK_S = 0.25
 """How often it is seen that time goes on here."""
+IDLE_S = 4.0
+"""Shorter than uvicorn's keep-alive of 5 s, so that no request leaves on a connection that the worker is closing."""
 MAX_ANSWER_BYTES = 32 << 20
 """Of a prefill leg: one token, and what says where its blocks are."""
 
@@ -77,7 +79,7 @@ class Caller:
         self._ticker = asyncio.create_task(self._tick())
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.settings.connect_timeout_s)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=timeout, auto_decompress=False
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S), timeout=timeout, auto_decompress=False
         )
 
     async def close(self) -> None:
