@@ -133,6 +133,7 @@ class Flight:
         "scheduler",
         "served",
         "shared",
+        "shared_prefill",
         "stats",
         "status",
         "undoing",
@@ -169,6 +170,7 @@ class Flight:
         self.undoing: Undoing | None = None
         self.response_bytes = 0
         self.served = ""
+        self.shared_prefill = 0
         self.shared = 0
         """The number under which other replicas know of it; 0 = they do not."""
         self.status: int | None = None
@@ -391,6 +393,8 @@ class Director:
         scheduler.picked(request, decision, now)
         if self.shared is not None:
             flight.shared = self.shared.picked(request, endpoint)
+            if prefill is not None:
+                flight.shared_prefill = self.shared.picked(request, prefill)
         # A response may run for an hour; its prompt, half a megabyte or more, is needed no longer.
         request.prompts, request.prompt_seed, request.tokens = (), b"", ()
         self.decisions.decided(decision)
@@ -479,8 +483,15 @@ class Director:
             flight.first_token_at = now
             if flight.load is not None:
                 flight.load.first_token()
-            if flight.prefill is not None:
-                flight.prefill.release()
+            self._prefilled(flight)
+
+    def _prefilled(self, flight: Flight) -> None:
+        """The prompt is computed, or nobody waits for it any more. Later calls do nothing."""
+        load, flight.prefill = flight.prefill, None
+        if load is not None:
+            load.release()
+            if self.shared is not None:
+                self.shared.ended(flight.shared_prefill)
 
     def observe(self, key: str) -> Flight | None:
         """A stream that only shows begins: the request it shows, if it is one of ours and on its way."""
@@ -506,8 +517,7 @@ class Director:
         load, flight.load = flight.load, None
         if load is not None:
             load.release()
-            if flight.prefill is not None:
-                flight.prefill.release()
+            self._prefilled(flight)
             self._observable.pop(flight.key, None)
             if self.shared is not None:
                 self.shared.ended(flight.shared)

@@ -67,6 +67,8 @@ def find(records: Iterable[Record], request_id: str | None) -> Record | None:
 def explain(record: Record) -> RenderableType:
     """A decision as a headline, a table per profile, and what came of it."""
     parts: list[RenderableType] = [_headline(record)]
+    if record.get("kind"):
+        parts.append(_stages(record))
     parts += [_profile(profile, record.get("candidates") or []) for profile in record["profiles"]]
     parts.append(_estimate_and_outcome(record))
     reasons = record.get("reasons") or []
@@ -86,6 +88,16 @@ def _headline(record: Record) -> Text:
         return text.append("no endpoint", "bold red")
     text.append(f"-> {endpoints[0]}", "bold green")
     return text.append(f"  fallbacks {', '.join(endpoints[1:])}", "dim") if endpoints[1:] else text
+
+
+def _stages(record: Record) -> Text:
+    """How the request's stages are spread, and what was compared."""
+    text = Text.assemble((str(record["kind"]), "bold"))
+    if record.get("prefill"):
+        text.append(f"  prefill at {record['prefill']}", "green")
+    for name, value in (record.get("notes") or {}).items():
+        text.append(f"  {name} {_number(value) if isinstance(value, float) else value}", "dim")
+    return text
 
 
 def _cached(tokens: float, by_tier: Mapping[str, Any] | None, row: int) -> str:

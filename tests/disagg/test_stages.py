@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
+from rich.console import Console
 
 from epp.disagg import headers
+from epp.endpoint import Endpoint
 from epp.explain import explain
 from epp.gateway.pb import ext_proc_pb2 as pb
+from epp.request import InferenceRequest
 from tests.disagg.test_handler import BY_DECIDER, HEAD
 from tests.exchanges import Rig, Stream
 from tests.gateway.ext_proc_peer import CHAT, Fields, http_headers
@@ -87,7 +92,9 @@ def test_the_record_the_table_and_the_metrics_say_who_prefilled() -> None:
     record = made.decisions.made[0].as_dict()
     assert (record["prefill"], record["kind"]) == ("10.0.0.1:8000", "prefill-decode")
     assert made.decisions.made[1].as_dict()["kind"] == "decode-only"
-    explain(record)
+    console = Console(width=100, file=io.StringIO())
+    console.print(explain(record))
+    assert "prefill-decode  prefill at 10.0.0.1:8000" in console.file.getvalue()  # type: ignore[attr-defined]
     page = made.metrics.render().decode()
     for kind in ("prefill-decode", "decode-only"):
         name = f'disagg_decision_total{{decision_type="{kind}",model_name="m"}} 1.0'
@@ -101,3 +108,33 @@ def test_a_prefiller_is_not_blamed_for_what_the_decoding_worker_answers() -> Non
     stream.end()
     assert made.health.counters["failures"] == 1
     assert made.pool.endpoints[0].available
+
+
+class Told:
+    """What other replicas are told."""
+
+    reason = ""
+
+    def __init__(self) -> None:
+        self.open: dict[int, str] = {}
+        self.count = 0
+
+    def picked(self, request: InferenceRequest, endpoint: Endpoint) -> int:
+        self.count += 1
+        self.open[self.count] = endpoint.address
+        return self.count
+
+    def ended(self, number: int) -> None:
+        self.open.pop(number, None)
+
+
+def test_other_replicas_are_told_of_both_and_of_the_end_of_each() -> None:
+    made, told = rig(), Told()
+    made.director.shared = told
+    stream = ask(made, LONG)
+    assert sorted(told.open.values()) == ["10.0.0.1:8000", "10.0.0.1:8001"]
+    stream.send(response_headers=http_headers(JSON, end=False))
+    stream.send(response_body=pb.HttpBody(body=TOKEN))
+    assert list(told.open.values()) == ["10.0.0.1:8001"]
+    stream.reset()
+    assert told.open == {}
