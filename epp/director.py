@@ -26,7 +26,6 @@ from epp.api.responses import ResponseReader
 from epp.api.rewriting import Renaming, Rewriter, response_rewriter
 from epp.api.splice import include_usage, rewrite_model
 from epp.decision import Decision
-from epp.disagg.headers import CONTROL
 from epp.endpoint import Candidates, Endpoint, Load, Pool
 from epp.gateway.errors import Rejection, bad_request, too_many_requests, unavailable
 from epp.gateway.ext_proc_events import ResponseHead, Steering, settable
@@ -333,7 +332,6 @@ class Director:
             addresses=_addresses(decision.endpoints),
             rank=picked.rank if picked.ranks > 1 else None,
             set_headers=_told(request, decision),
-            remove_headers=_foreign(request, decision),
             body=body,
             response_headers=self._response_headers(scheduler, request, decision, now),
             response_transform=undoing,
@@ -606,11 +604,6 @@ def _told(request: InferenceRequest, decision: Decision) -> dict[str, str]:
     """Request headers toward the worker: the request's id, and who else takes part."""
     told = {} if REQUEST_ID in request.headers else {REQUEST_ID: request.request_id}
     return {**told, **decision.headers} if decision.headers else told
-
-
-def _foreign(request: InferenceRequest, decision: Decision) -> tuple[str, ...]:
-    """Control headers that the client sent and the decision does not set."""
-    return tuple(name for name in CONTROL if name in request.headers and name not in decision.headers)
 
 
 def _last_filter(decision: Decision) -> str:

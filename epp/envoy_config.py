@@ -151,6 +151,7 @@ CONTROL_HEADERS = (
     "x-prefiller-host-port",
     "x-encoder-hosts-ports",
     "x-data-parallel-host-port",
+    "x-kv-cache-source-host-port",
     "x-data-parallel-rank",
 )
 """Headers by which this project and its neighbours steer; obeyed only when the picker wrote them."""

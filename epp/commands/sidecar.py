@@ -118,6 +118,8 @@ def command(
         raise click.UsageError(
             "nobody may be asked to prefill: give --prefiller, --endpoints-file, --dns or --pool-name"
         )
+    if ext_proc and "decoder" in tls:
+        raise click.UsageError("--tls decoder has no meaning with --ext-proc: Envoy speaks to the worker")
     if lease_margin >= lease:
         raise click.UsageError("--lease-margin must be below --lease")
     targets = Targets()

@@ -41,6 +41,7 @@ CONTROL_HEADERS: Final = (
     "x-prefiller-host-port",
     "x-encoder-hosts-ports",
     "x-data-parallel-host-port",
+    "x-kv-cache-source-host-port",
     DATA_PARALLEL_RANK,
     "x-gateway-inference-fairness-id",
     "x-gateway-inference-objective",

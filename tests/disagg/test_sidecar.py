@@ -267,6 +267,7 @@ async def test_health_is_the_workers_own_until_it_drains_and_what_runs_ends_well
         (["--prefiller", "10.0.0.1:1", "--lease", "5"], "--lease-margin must be below --lease"),
         (["--prefiller", "10.0.0.1:1", "--listen", "x"], "--listen 'x'"),
         (["--prefiller", "10.0.0.1:1", "--tls-skip-verify", "decoder"], "--tls decoder"),
+        (["--prefiller", "10.0.0.1:1", "--ext-proc", "unix:/x", "--tls", "decoder"], "no meaning with --ext-proc"),
     ],
 )
 def test_wrong_options_are_told_in_words(args: list[str], words: str) -> None:
