@@ -162,9 +162,11 @@ async def test_a_prefix_that_a_busy_peer_holds_is_pulled_by_an_idle_one(
     pairs: Pairs, client: aiohttp.ClientSession, tmp_path: Path
 ) -> None:
     async with steered(pairs, tmp_path, PULL, peers=True) as made:
-        text = "a long history " * 200
+        text, earlier = "a long history " * 200, list(map(computed_by, pairs.decoders))
         assert (await made.ask(client, text)).status == 200
-        (idle, holder) = sorted(pairs.decoders, key=computed_by)
+        worked = [computed_by(worker) > e for worker, e in zip(pairs.decoders, earlier, strict=True)]
+        assert sorted(worked) == [False, True]
+        holder, idle = (pairs.decoders[worked.index(did)] for did in (True, False))
         before, computed = transferred(idle), computed_by(idle)
         going = prompt("busy", stream=True, max_tokens=1000)
         busy = [asyncio.create_task(ask(client, holder.url, going)) for _ in range(8)]
