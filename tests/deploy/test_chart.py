@@ -213,6 +213,8 @@ def test_the_picker_may_do_what_its_page_lists_and_nothing_else() -> None:
         ({"gateway": {"requestTimeout": "1 hour"}}, "requestTimeout"),
         ({"workers": [{"name": "vllm"}]}, "model"),
         ({"workers": [{"name": "Bad_Name", "image": "i", "model": "m"}]}, "name"),
+        ({"workers": [{"name": "vllm", "image": "i", "model": "m", "role": "prefill", "sidecar": True}]}, "role"),
+        ({"workers": [{"name": "vllm", "image": "i", "model": "m", "sidecar": True}]}, "role"),
         ({"picker": {"sharedState": "http://redis"}}, "sharedState"),
     ],
 )
